@@ -1,0 +1,169 @@
+"""Saves and resumes; the one owner of checkpoints."""
+
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import Checkpoint as LastInLine  # Lightning calls these after all other callbacks
+from lightning.pytorch.utilities import rank_zero_only
+
+from src import checkpoint as canonical
+from src.protocols import Rewinds
+from src.schedule import due
+
+
+class Checkpoint(LastInLine):
+    """Canonical checkpoints of a run: the newest, the best by a metric, and every so many images for good.
+
+    Saving happens between two batches and after validation, so that nothing is half done and no average swapped in. At
+    the start the newest checkpoint that verifies is loaded, if there is one: the same command continues. SIGTERM saves
+    after the batch in progress and exits with 143.
+
+    Args:
+        folder: of the run.
+        every_kimg: how often the newest is written.
+        every_minutes: how often at the latest.
+        keep: how many of the newest stay.
+        archive_every_kimg: those at multiples of it stay for good.
+        metric: the first of these that is logged decides which is best; lower is better.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        every_kimg: float,
+        every_minutes: float | None = None,
+        keep: int = 1,
+        archive_every_kimg: float | None = None,
+        metric: list[str] | None = None,
+    ):
+        if keep < 1:
+            raise ValueError(f"callbacks.checkpoint.keep={keep}, but at least the newest has to stay")
+        self.folder, self.keep, self.metric = Path(folder) / "checkpoints", keep, list(metric or [])
+        self.every_kimg, self.every_minutes, self.archive_every_kimg = every_kimg, every_minutes, archive_every_kimg
+        self.config: dict = {}
+        self.stamp: dict[str, str] = {}
+        self.asked_to_stop = False
+
+    def about_run(self, config: dict, stamp: dict[str, str]) -> None:
+        """Both are kept in every checkpoint (KnowsRun)."""
+        self.config, self.stamp = config, stamp
+
+    def on_fit_start(self, trainer, module):
+        self._resume(trainer, module)
+        self.saved, self.saved_at = module.images_seen, time.monotonic()
+
+    def on_train_start(self, trainer, module):
+        self._before = signal.signal(signal.SIGTERM, self._stop)  # after Lightning's, which would end in the middle
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        """Between two batches, the validation behind us."""
+        if self._agreed_to_stop(trainer, module):
+            if module.images_seen > self.saved:
+                self._save(trainer, module)
+            trainer.strategy.barrier("saved")
+            raise SystemExit(143)
+        if self._is_due(module):
+            self._save(trainer, module)
+
+    def on_validation_end(self, trainer, module):
+        value, metrics = self._value(trainer), self._metrics(trainer)
+        best = canonical.read_best(self.folder)
+        if value is not None and (best is None or value < best["value"]):
+            self._save(trainer, module)
+            if trainer.is_global_zero:
+                name = canonical.folder_of(self.folder, module.images_seen).name
+                canonical.write_best(self.folder, {"checkpoint": name, "value": value, **metrics})
+
+    def on_train_end(self, trainer, module):
+        if module.images_seen > self.saved:
+            self._save(trainer, module)
+
+    def teardown(self, trainer, module, stage):
+        if getattr(self, "_before", None) is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _stop(self, signum, frame) -> None:
+        self.asked_to_stop = True
+
+    def _agreed_to_stop(self, trainer, module) -> bool:
+        if trainer.world_size == 1:
+            return self.asked_to_stop
+        asked = torch.tensor(float(self.asked_to_stop), device=module.device)
+        return bool(trainer.strategy.reduce(asked, reduce_op="sum"))
+
+    def _is_due(self, module) -> bool:
+        if module.images_seen <= self.saved:
+            return False
+        batch = module.images_per_batch
+        late = self.every_minutes is not None and time.monotonic() - self.saved_at > 60 * self.every_minutes
+        archived = due(module.images_seen, batch, self.archive_every_kimg)
+        return late or archived or due(module.images_seen, batch, self.every_kimg)
+
+    def _value(self, trainer) -> float | None:
+        found = [float(trainer.callback_metrics[key]) for key in self.metric if key in trainer.callback_metrics]
+        return found[0] if found else None
+
+    def _metrics(self, trainer) -> dict[str, float]:
+        return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
+
+    def _save(self, trainer, module) -> None:
+        optimizers = module.named_optimizers()
+        state = {
+            "weights": module.state_dict(),
+            "optimizers": {
+                name: canonical.optimizer_state(network, optimizers[name].optimizer)
+                for name, network in module.parallel_networks().items()
+            },
+            "callbacks": {
+                type(c).__name__: kept for c in trainer.callbacks if c is not self and (kept := c.state_dict())
+            },
+            "position": {"images": module.images_seen, "batches": module.batches_seen},
+            "metrics": self._metrics(trainer),
+            "config": self.config,
+        }
+        if trainer.is_global_zero:
+            canonical.write(canonical.folder_of(self.folder, module.images_seen), state, self.stamp)
+            self._prune(module.images_seen)
+        self.saved, self.saved_at = module.images_seen, time.monotonic()
+
+    def _prune(self, images: int) -> None:
+        best = (canonical.read_best(self.folder) or {}).get("checkpoint")
+        for old in canonical.committed(self.folder)[: -self.keep]:
+            every = self.archive_every_kimg and round(self.archive_every_kimg * 1000)
+            archived = every and int(old.name) // every > (int(old.name) - self.config.get("batch", 1)) // every
+            if old.name != best and not archived:
+                shutil.rmtree(old)
+
+    def _resume(self, trainer, module) -> None:
+        choice = [None]
+        if trainer.is_global_zero:
+            found, rejected = canonical.newest(self.folder)
+            for line in rejected:
+                print(line)
+            choice = [str(found) if found else None]
+        folder = trainer.strategy.broadcast(choice)[0]
+        position = {"images": 0, "batches": 0}
+        if folder is not None:
+            state = canonical.read(Path(folder))
+            position = state["position"]
+            canonical.load_weights(module, state["weights"], f"checkpoint {folder}")
+            for name, optimizer in module.named_optimizers().items():
+                canonical.load_optimizer(
+                    module.parallel_networks()[name], optimizer.optimizer, state["optimizers"][name]
+                )
+            for callback in trainer.callbacks:
+                if type(callback).__name__ in state["callbacks"]:
+                    callback.load_state_dict(state["callbacks"][type(callback).__name__])
+            rank_zero_only(print)(
+                f"Continuing from checkpoint {Path(folder).name} ({position['images'] / 1000:g} kimg)"
+            )
+        module.images_seen, module.batches_seen = position["images"], position["batches"]
+        trainer.datamodule.position = position["images"]
+        progress = trainer.fit_loop.epoch_loop.batch_progress.total
+        progress.ready = progress.started = progress.processed = progress.completed = position["batches"]
+        for logger in trainer.loggers:
+            if isinstance(logger, Rewinds):
+                logger.rewind(position["batches"])

@@ -1,0 +1,174 @@
+"""Configuration without torch: resolvers, the run's name, the code stamp, and mistakes told in one sentence."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.metadata import distributions
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, InstantiationException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+
+SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg")
+WATCHERS = ("budget", "metrics", "throughput", "distances", "pictures", "progress", "checkpoint")  # change no weight
+ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
+
+
+def digest(*, _root_: DictConfig) -> str:
+    """Six hexadecimal digits over everything that the trained weights depend on; part of the run's name.
+
+    Devices, nodes, paths, loggers, micro-batches and the budget are left out, so that they may change between restarts.
+    """
+    config = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [k for k in SCIENCE if k in _root_]), resolve=False)
+    config["precision"] = _root_.trainer.precision
+    config["callbacks"] = {k: v for k, v in (config.get("callbacks") or {}).items() if k not in WATCHERS}
+    for group, key in (name.split(".") for name in ENGINEERING):
+        config[group].pop(key, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def batches(kimg: float, batch: int) -> int:
+    """How many batches make `kimg` thousand images, at least one."""
+    return max(1, round(kimg * 1000 / batch))
+
+
+OmegaConf.register_new_resolver("digest", digest, replace=True)
+OmegaConf.register_new_resolver("batches", batches, replace=True)
+
+
+def plain(config: DictConfig) -> dict:
+    """The resolved configuration as a plain dict, which checkpoints and loggers keep; `hydra` is not part of it."""
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def code_stamp(overrides: list[str]) -> dict[str, str]:
+    """What is needed to run this again, as file name -> text: overrides, commit, uncommitted changes, packages."""
+
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        return found.stdout if found.returncode == 0 else ""
+
+    packages = sorted({f"{p.metadata['Name']}=={p.version}" for p in distributions()}, key=str.lower)
+    stamp = {"commit": git("rev-parse", "HEAD").strip() or "unknown", "overrides": overrides}
+    stamp |= {"python": sys.version.split()[0], "packages": packages}
+    return {"code.json": json.dumps(stamp, indent=1), "dirty.patch": git("diff", "HEAD")}
+
+
+def entry(name: str) -> Callable:
+    """Make `main(config)` a command configured by conf/`name`.yaml.
+
+    A mistake of the user's (any ValueError, any error of the configuration) ends in one sentence and exit code 1;
+    FEWSTEP_TRACEBACK=1 shows where it came from. Everything else is a fault of ours and keeps its traceback.
+    """
+
+    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
+        def composed(config: DictConfig) -> None:
+            with _mistakes_in_a_sentence(name):
+                OmegaConf.resolve(config)
+                OmegaConf.set_readonly(config, True)
+                main(config)
+
+        def command() -> None:
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands over what it finds while composing
+            with _mistakes_in_a_sentence(name):
+                composed()
+
+        return command
+
+    return decorate
+
+
+@contextmanager
+def _mistakes_in_a_sentence(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        if os.environ.get("FEWSTEP_TRACEBACK"):
+            raise
+        sys.exit(f"{name}: {sentence(error, name)}")
+
+
+def sentence(error: BaseException, name: str) -> str:
+    """What went wrong and what to change, in one sentence."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        cause, where = error.__cause__, str(error).rpartition("full_key: ")[2]
+        if isinstance(cause, ValueError):
+            return str(cause)
+        return f"{where or 'the configuration'} cannot be built: {cause}"
+    if isinstance(error, (ConfigCompositionException, OverrideParseException)):
+        return _wrong_override(name) or _first_line(error)
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _wrong_override(name: str) -> str | None:
+    """The first override on the command line that does not fit, with the nearest names that do."""
+    groups = {str(p.relative_to(CONF)): sorted(f.stem for f in p.glob("*.yaml")) for p in CONF.rglob("*") if p.is_dir()}
+    known = _known_keys(name)
+    for text in (a for a in sys.argv[1:] if not a.startswith("-")):
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except OverrideParseException:
+            return f"'{text}' is not of the form key=value (quote values that hold spaces, commas or equal signs)"
+        key, value = override.key_or_group, override.value()
+        if key in groups:
+            chosen = value if isinstance(value, list) else [value]
+            for choice in (str(c) for c in chosen if c is not None):
+                if choice not in groups[key]:
+                    return f"{key}={choice} does not exist; {_nearest(choice, groups[key])}"
+        elif override.is_add() or override.is_delete() or key.split(".")[0] == "hydra" or key in known:
+            continue
+        else:
+            return f"'{key}' is no key of the configuration; {_nearest(key, [*known, *groups])}"
+    return None
+
+
+def _known_keys(name: str) -> list[str]:
+    """Every key of the configuration that the command line's valid group choices compose."""
+    groups = {p.name for p in CONF.iterdir() if p.is_dir()}
+    choices = [a for a in sys.argv[1:] if a.partition("=")[0] in groups]
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    keys: list[str] = []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            config = compose(name, choices)
+        except HydraException:
+            config = compose(name)
+    _collect(config, "", keys)
+    return keys
+
+
+def _collect(node: DictConfig, prefix: str, keys: list[str]) -> None:
+    for key in node:
+        path = f"{prefix}{key}"
+        keys.append(path)
+        child = OmegaConf.to_container(node, resolve=False)[key]
+        if isinstance(child, dict):
+            _collect(OmegaConf.create(child), f"{path}.", keys)
+
+
+def _nearest(word: str, names: list[str]) -> str:
+    near = get_close_matches(word, names, n=3, cutoff=0.5)
+    if not near:
+        near = [n for n in names if n.split(".")[-1] == word.split(".")[-1]][:3]
+    if not near and len(names) > 12:
+        return "`--cfg job` shows all of it"
+    return f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(names)}"

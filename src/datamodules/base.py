@@ -1,0 +1,172 @@
+"""Images in memory, in an order that depends on nothing but the seed and the number of images seen."""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from src.noise import Noise, order
+from src.protocols import Batch
+
+
+class Images(Dataset):
+    """uint8 images (n, c, h, w) with labels (n,); `padding` black pixels are added on every side when they are read."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int | None, padding: int = 0):
+        self.images, self.labels, self.seed, self.padding = images, labels, seed, padding
+        self._passes: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, numbers: range) -> Batch:
+        """The batch of these sample numbers, which go on through one pass over the data after the other."""
+        rows = np.array([self._row(number) for number in numbers])
+        labels = torch.from_numpy(self.labels[rows].astype(np.int64))
+        return Batch(self.read(rows), labels, numbers.start)
+
+    def read(self, rows: np.ndarray | slice) -> Tensor:
+        """The images of these rows: uint8 (n, c, h, w), padded."""
+        images = torch.from_numpy(np.ascontiguousarray(self.images[rows]))
+        return torch.nn.functional.pad(images, (self.padding,) * 4) if self.padding else images
+
+    def _row(self, number: int) -> int:
+        passing, place = divmod(number, len(self))
+        if self.seed is None:
+            return place
+        if passing not in self._passes:
+            self._passes = {passing: order(self.seed, passing, len(self))} | dict(list(self._passes.items())[:1])
+        return int(self._passes[passing][place])
+
+
+class Shares(Sampler):
+    """This process's contiguous share of one global batch after the other, from number `start`; endless by default."""
+
+    def __init__(self, start: int, batch: int, rank: int, ranks: int, batches: int | None = None):
+        self.start, self.batch, self.rank, self.ranks, self.batches = start, batch, rank, ranks, batches
+
+    def __iter__(self) -> Iterator[range]:
+        share, number = self.batch // self.ranks, 0
+        while self.batches is None or number < self.batches:
+            first = self.start + number * self.batch + self.rank * share
+            yield range(first, first + share)
+            number += 1
+
+
+class Evaluated(Shares):
+    """As many equal batches on every process as cover `count` images."""
+
+    def __init__(self, count: int, batch: int, rank: int, ranks: int):
+        super().__init__(0, batch * ranks, rank, ranks, -(-count // (batch * ranks)))
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+class ImageData(LightningDataModule):
+    """Training and held-out images of one kind of source, which says in `load` where they come from.
+
+    Args:
+        channels, resolution, classes: of the images as the networks see them (classes = 0: no labels).
+        batch: images per step over all processes.
+        seed: of the order and the flips.
+        padding: pixels of black added on every side of the stored images.
+        flip: mirror each training image left to right with probability 1/2.
+        val_batch: images per process when samples are drawn and scored.
+        workers: loader processes; any number gives the same images.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        resolution: int,
+        classes: int,
+        batch: int,
+        seed: int,
+        padding: int = 0,
+        flip: bool = False,
+        val_batch: int = 100,
+        workers: int = 0,
+    ):
+        super().__init__()
+        self.channels, self.resolution, self.classes, self.padding = channels, resolution, classes, padding
+        self.batch, self.seed, self.flip, self.val_batch, self.workers = batch, seed, flip, val_batch, workers
+        self.position = 0  # sample number of the next training image
+        self.train: Images | None = None
+
+    def load(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Training and held-out (images uint8 (n, c, h, w), labels (n,)); ValueError names what cannot be read."""
+        raise NotImplementedError
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.train is not None:
+            return
+        train, held_out = self.load()
+        self.train = Images(*train, self.seed, self.padding)
+        self.held_out = Images(*held_out, None, self.padding)
+        for images in (self.train, self.held_out):
+            self._check(images)
+        sample = self.train.images[:: max(1, len(self.train) // 1000)]
+        facts = f"{self.train.images.shape} {self.padding} {hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()}"
+        self.identity = hashlib.sha256(facts.encode()).hexdigest()[:12]
+
+    def check_split(self, ranks: int, micro_batch: int | None = None) -> None:
+        """Raise ValueError where `ranks` processes cannot share the batch equally, or micro-batches a share."""
+        if self.batch % ranks:
+            raise ValueError(
+                f"batch={self.batch} does not divide among {ranks} processes; choose a multiple of {ranks}"
+            )
+        share = self.batch // ranks
+        if micro_batch and share % micro_batch:
+            raise ValueError(
+                f"micro_batch={micro_batch} does not divide the {share} images that each process has of batch="
+                f"{self.batch}; choose a divisor of {share}"
+            )
+
+    def train_dataloader(self) -> DataLoader:
+        self.check_split(self.trainer.world_size)
+        shares = Shares(self.position, self.batch, self.trainer.global_rank, self.trainer.world_size)
+        return self._loader(self.train, shares)
+
+    def val_dataloader(self) -> DataLoader:
+        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        return self._loader(self.held_out, Evaluated(len(self.held_out), self.val_batch, rank, ranks))
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        images = batch.images.float() / 127.5 - 1
+        if self.flip and self.trainer.training:
+            mirrored = Noise(self.seed, batch.numbers, images.device).uniform("flip", 1, 1, 1) < 0.5
+            images = torch.where(mirrored, images.flip(3), images)
+        return batch._replace(images=images)
+
+    def reference(self, count: int, rank: int, ranks: int) -> Iterator[Tensor]:
+        """This rank's part of the first `count` training images: uint8 (n, c, h, w)."""
+        count = min(count, len(self.train))
+        mine = range(count * rank // ranks, count * (rank + 1) // ranks)
+        for start in range(mine.start, mine.stop, self.val_batch):
+            yield self.train.read(slice(start, min(start + self.val_batch, mine.stop)))
+
+    def _loader(self, images: Images, shares: Shares) -> DataLoader:
+        return DataLoader(
+            images,
+            sampler=shares,
+            batch_size=None,
+            collate_fn=lambda batch: batch,
+            num_workers=self.workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def _check(self, images: Images) -> None:
+        if len(images) == 0:
+            raise ValueError("the data set is empty, or data.held_out leaves no images to train on")
+        shape = (self.channels, self.resolution - 2 * self.padding, self.resolution - 2 * self.padding)
+        if images.images.shape[1:] != shape:
+            c, h, w = images.images.shape[1:]
+            raise ValueError(
+                f"the images are {c} x {h} x {w}, but data.channels={self.channels}, data.resolution={self.resolution} "
+                f"and data.padding={self.padding} ask for {shape[0]} x {shape[1]} x {shape[2]}"
+            )

@@ -1,0 +1,100 @@
+"""A folder of images, decoded once and kept as one array."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+from rich.progress import track
+
+from src.datamodules.base import ImageData
+from src.datamodules.embedded import split
+
+ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+class Folder(ImageData):
+    """All images below `path`, cropped to a centred square and resized; folders directly below it are the labels.
+
+    Args:
+        path: the folder.
+        held_out: how many images are never trained on, chosen by the names' digests, so alike on every machine.
+        unreadable: "error" ends with the name of a damaged file, "skip" names it and goes on without it.
+        cache: folder for the decoded array, so that restarts and other processes need not decode again.
+    """
+
+    def __init__(self, path: str | None, held_out: int, cache: str, unreadable: str = "error", **shared):
+        super().__init__(**shared)
+        if path is None:
+            raise ValueError("data.path is not set; name the folder of images with data.path=...")
+        if unreadable not in ("error", "skip"):
+            raise ValueError(f"data.unreadable={unreadable} is unknown; it may be error or skip")
+        self.path, self.count_held_out, self.cache, self.unreadable = Path(path), held_out, Path(cache), unreadable
+
+    def prepare_data(self) -> None:
+        """Decode into the cache, where it is not there yet; runs on one process of a machine."""
+        files = self._files()
+        array = self._array(files)
+        if array.exists():
+            return
+        images, kept = [], []
+        for file, image in zip(files, self._decoded(files), strict=True):
+            if image is not None:
+                images.append(image)
+                kept.append(file)
+        if not images:
+            raise ValueError(f"none of the {len(files)} images in {self.path} can be read")
+        labels = sorted({self._label(file) for file in kept})
+        array.parent.mkdir(parents=True, exist_ok=True)
+        part = array.with_suffix(f".{os.getpid()}.part")
+        with open(part, "wb") as out:
+            np.save(out, np.stack(images))
+            np.save(out, np.array([labels.index(self._label(file)) for file in kept]))
+        os.replace(part, array)
+
+    def load(self):
+        with open(self._array(self._files()), "rb") as file:
+            images, labels = np.load(file), np.load(file)
+        return split(images, labels, self.count_held_out)
+
+    def _files(self) -> list[Path]:
+        if not self.path.is_dir():
+            raise ValueError(f"data.path={self.path} is not a folder")
+        found = [p for p in self.path.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file()]
+        if not found:
+            raise ValueError(f"{self.path} holds no images (looked for {', '.join(sorted(ENDINGS))})")
+        return sorted(found, key=lambda p: hashlib.sha256(str(p.relative_to(self.path)).encode()).digest())
+
+    def _array(self, files: list[Path]) -> Path:
+        facts = "\n".join(f"{p.relative_to(self.path)} {(s := p.stat()).st_size} {s.st_mtime_ns}" for p in files)
+        facts += f"\n{self.channels} {self.resolution} {self.padding} {self.unreadable}"
+        return self.cache / f"folder-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npy"
+
+    def _decoded(self, files: list[Path]) -> Iterator[np.ndarray | None]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            yield from track(pool.map(self._decode, files), f"Decoding {self.path}", total=len(files))
+
+    def _decode(self, file: Path) -> np.ndarray | None:
+        size = self.resolution - 2 * self.padding
+        try:
+            with Image.open(file) as image:
+                image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+                if image.mode == "RGBA":  # on white
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+                image = ImageOps.fit(image.convert("L" if self.channels == 1 else "RGB"), (size, size), Image.LANCZOS)
+        except (OSError, SyntaxError, ValueError) as error:
+            if self.unreadable == "skip":
+                print(f"skipped {file}: {error}")
+                return None
+            raise ValueError(
+                f"{file} cannot be read ({error}); mend or remove it, or set data.unreadable=skip to go on without it"
+            ) from error
+        pixels = np.asarray(image)
+        return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
+
+    def _label(self, file: Path) -> str:
+        parts = file.relative_to(self.path).parts
+        return parts[0] if len(parts) > 1 else ""

@@ -1,0 +1,27 @@
+"""Images on their way to metrics and files."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.io import encode_png
+from torchvision.utils import make_grid
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """[-1, 1] -> 0..255, rounded to the nearest: uint8 of the same shape."""
+    return ((images.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def grid(images: Tensor, columns: int = 8) -> Tensor:
+    """Images (n, c, h, w) in [-1, 1] side by side, `columns` in a row: one picture (c, H, W) in [-1, 1]."""
+    return make_grid(images.float(), nrow=columns, padding=2, pad_value=1.0)[: images.shape[1]]
+
+
+def write_png(path: Path, picture: Tensor) -> None:
+    """Write a picture (1 or 3, h, w) in [-1, 1]; a file of that name is replaced whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(encode_png(to_uint8(picture).cpu().contiguous()).numpy().tobytes())
+    os.replace(part, path)

@@ -1,0 +1,126 @@
+"""What every method's module shares: turns, micro-batches, time counted in images, and logging against it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from src.noise import Noise
+from src.protocols import Batch
+from src.schedule import Schedule
+
+
+class Module(LightningModule):
+    """A method that trains its networks in turns.
+
+    Args:
+        seed: of all noise.
+        micro_batch: images per forward pass and process; None for the whole share at once.
+        schedule: factor on every learning rate, by images seen; constant if None.
+        clip_norm: gradients of a turn are scaled down to this norm; None for never.
+    """
+
+    averaged: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        seed: int,
+        micro_batch: int | None = None,
+        schedule: Schedule | None = None,
+        clip_norm: float | None = None,
+    ):
+        super().__init__()
+        self.automatic_optimization = False
+        self.seed, self.micro_batch, self.clip_norm = seed, micro_batch, clip_norm
+        self.schedule = schedule or Schedule()
+        self.images_seen = 0  # by all processes; the clock of everything
+        self.batches_seen = 0
+
+    @property
+    def images_per_batch(self) -> int:
+        """Images of one global batch."""
+        return self.trainer.datamodule.batch
+
+    def learn(self, batch: Batch) -> dict[str, Tensor]:
+        """All turns of one batch; what to log, as scalars or as vectors with an entry per layer."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        logged = self.learn(batch)
+        self.images_seen += self.images_per_batch
+        self.batches_seen += 1
+        return logged
+
+    def parallel_networks(self) -> Mapping[str, nn.Module]:
+        """The networks in the order of their optimizers."""
+        raise NotImplementedError
+
+    def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Network name -> its optimizer."""
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        return dict(zip(self.parallel_networks(), optimizers, strict=True))
+
+    def only(self, name: str) -> None:
+        """Freeze every network but this one, for a turn."""
+        for other, network in self.parallel_networks().items():
+            network.requires_grad_(other == name)
+
+    def hold_parameters(self, name: str) -> AbstractContextManager:
+        """Around forward, penalties and backward of a turn; the strategy's recipe where it has one."""
+        hold = getattr(self.trainer.strategy, "hold_parameters", None)
+        return hold(self.parallel_networks()[name]) if hold else nullcontext()
+
+    def turn(self, name: str, batch: Batch, loss: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]) -> dict:
+        """Train network `name` on a batch, micro-batch by micro-batch, with one step at the end.
+
+        `loss(micro_batch)` gives the loss and what to log. Returns the logged values, averaged over the micro-batches,
+        with the gradient's norm. Gradients are communicated on the last micro-batch only.
+        """
+        self.only(name)
+        optimizer = self.named_optimizers()[name]
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.schedule(self.images_seen)
+        optimizer.zero_grad(set_to_none=True)
+        parts = list(self._micro_batches(batch))
+        logged: dict[str, Tensor] = {}
+        with self.hold_parameters(name):
+            for number, part in enumerate(parts):
+                with nullcontext() if number == len(parts) - 1 else self._without_communication():
+                    value, found = loss(part)
+                    self.manual_backward(value / len(parts))
+                for key, value in found.items():
+                    logged[key] = logged.get(key, 0) + value.detach() / len(parts)
+        gradients = [p.grad for p in self.parallel_networks()[name].parameters() if p.grad is not None]
+        logged[f"train/grad_norm_{name}"] = norm = get_total_norm(gradients)
+        if self.clip_norm is not None:
+            clip_grads_with_norm_(self.parallel_networks()[name].parameters(), self.clip_norm, norm)
+        optimizer.step()
+        return logged
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The tensor summed over all processes, in place where there are several."""
+        return self.trainer.strategy.reduce(tensor, reduce_op="sum")
+
+    def noise(self, batch: Batch) -> Noise:
+        """The noise of a batch's samples."""
+        return Noise(self.seed, batch.numbers, self.device)
+
+    def report(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Log metrics at this point of the run: to every logger, and for what monitors them."""
+        clock = {"progress/kimg": self.images_seen / 1000, "step": float(self.batches_seen)}
+        self.log_dict({**metrics, **clock}, batch_size=1)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.train()  # also after callbacks that sampled
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        size = self.micro_batch or len(batch.images)
+        for start in range(0, len(batch.images), size):
+            yield batch.narrow(start, start + size)
+
+    def _without_communication(self) -> AbstractContextManager:
+        return self.trainer.model.no_sync() if hasattr(self.trainer.model, "no_sync") else nullcontext()

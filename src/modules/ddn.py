@@ -1,0 +1,161 @@
+"""Discrete Distribution Networks (Yang, ICLR 2025): training with Split-and-Prune, codes, samples of random codes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from src.discrete import copy_row, decide, split_tally
+from src.images import grid
+from src.modules.base import Module
+from src.modules.networks.ddn_decoder import DDNDecoder
+from src.noise import Noise
+from src.protocols import Batch, KeepsWeights
+
+
+class DDN(Module):
+    """Trains a decoder whose layers each choose one of K candidates; the choices are an image's code.
+
+    Args:
+        decoder: the network.
+        optimizer: from parameters to an optimizer.
+        halflife_kimg: after how many images a choice counts half in Split-and-Prune; None: never, as in the paper.
+        min_evidence: choices per leaf that a layer must have seen before its first split.
+        seed, micro_batch, schedule, clip_norm: as in Module.
+    """
+
+    averaged = ("decoder",)
+
+    def __init__(
+        self,
+        decoder: DDNDecoder,
+        optimizer: Callable[..., Optimizer],
+        halflife_kimg: float | None = None,
+        min_evidence: float = 16,
+        **shared,
+    ):
+        super().__init__(**shared)
+        if halflife_kimg is not None and halflife_kimg <= 0:
+            raise ValueError(f"model.halflife_kimg is {halflife_kimg}; give thousands of images > 0, or null for never")
+        self.decoder, self.make_optimizer = decoder, optimizer
+        self.halflife_kimg, self.min_evidence = halflife_kimg, min_evidence
+        leaves = torch.tensor(decoder.leaves)
+        self.register_buffer("leaves", leaves, persistent=False)  # (layers,)
+        self.register_buffer("tally", torch.zeros(2, len(leaves), int(leaves.max()), dtype=torch.float64))
+        self.held_out: tuple[Tensor, Tensor] | None = None  # images and labels that are reconstructed for a look
+
+    def parallel_networks(self) -> dict[str, nn.Module]:
+        return {"decoder": self.decoder}
+
+    def configure_optimizers(self) -> Optimizer:
+        optimizer = self.make_optimizer(self.decoder.parameters())
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return optimizer
+
+    def describe(self) -> str:
+        """Layers, bits of a code and parameters, for people."""
+        parameters = sum(p.numel() for p in self.decoder.parameters()) / 1e6
+        return f"{len(self.leaves)} layers, codes of {self.decoder.bits:.0f} bits, {parameters:.2f} M parameters"
+
+    def learn(self, batch: Batch) -> dict[str, Tensor]:
+        chosen = torch.zeros_like(self.tally)
+        logged = self.turn("decoder", batch, lambda part: self._loss(part, chosen))
+        return logged | self._split_and_prune(self.summed(chosen))
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        if batch_idx == 0:
+            self.held_out = batch.images[:32], batch.labels[:32]
+        return {"real": batch.images, "fake": self.sample(self.noise(batch), batch.labels), "numbers": batch.numbers}
+
+    @torch.no_grad()
+    def sample(self, noise: Noise, labels: Tensor | None = None) -> Tensor:
+        """Images of codes drawn uniformly: (n, c, h, w); only the drawn leaf of each layer is built."""
+        return self.decode(self._random_codes(noise, "codes"), labels)
+
+    def encode(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The code of each image in [-1, 1]: int64 (n, layers)."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.decoder.encode(images, labels)
+
+    def decode(self, codes: Tensor, labels: Tensor | None = None, layers: int | None = None) -> Tensor:
+        """The images of codes (n, layers): (n, c, h, w); those of the first `layers` layers are smaller."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self.decoder.decode(codes, labels, layers)
+
+    def pictures(self) -> dict[str, Tensor]:
+        """Held-out images with their reconstructions below them, and the tree of the first levels."""
+        images, labels = self.held_out
+        rebuilt = self.decode(self.encode(images, labels), labels)
+        rows = [half for pair in zip(images.split(16), rebuilt.split(16), strict=True) for half in pair]
+        return {"reconstructions": grid(torch.cat(rows), columns=16), "tree": self._tree()}
+
+    def _loss(self, part: Batch, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean over the layers of each one's error; adds this micro-batch's choices and losses to `chosen`."""
+        noise, layers = self.noise(part), len(self.leaves)
+        dropped = noise.uniform("chain_dropout", layers) < self.decoder.chain_dropout
+        losses = []
+        found = self.decoder(part.images, part.labels, dropped, self._random_codes(noise, "chain_dropout_codes"))
+        for number, layer in enumerate(found):
+            losses.append(layer.loss)
+            counts, errors = chosen[0, number], chosen[1, number]
+            counts.index_add_(0, layer.nearest, torch.ones_like(layer.nearest, dtype=counts.dtype))
+            errors[: layer.distances.shape[1]] += layer.distances.sum(0)
+        losses = torch.stack(losses)
+        return losses.mean(), {"train/loss": losses.mean(), "train/loss_layer": losses}
+
+    @torch.no_grad()
+    def _split_and_prune(self, chosen: Tensor) -> dict[str, Tensor]:
+        """One decision per layer, from all processes' choices; weights, optimizer state and averages follow."""
+        counts = chosen[0].sum(1)[0]
+        if self.halflife_kimg is not None:
+            self.tally *= 0.5 ** (counts / (1000 * self.halflife_kimg))
+        self.tally += chosen
+        source, target = decide(self.tally, self.leaves, self.min_evidence)
+        state = self.named_optimizers()["decoder"].optimizer.state
+        keepers = [c for c in self.trainer.callbacks if isinstance(c, KeepsWeights)]
+        for layer, head in enumerate(self.decoder.heads):
+            moments = [v for v in state[head.weight].values() if torch.is_tensor(v) and v.shape == head.weight.shape]
+            for tensor in (head.weight, *moments):
+                copy_row(tensor, source[layer], target[layer])
+            for keeper in keepers:
+                keeper.rows_copied(head.weight, source[layer], target[layer])
+        self.tally.copy_(split_tally(self.tally, source, target))
+        return self._statistics(chosen) | {"train/splits": (source != target).sum().float()}
+
+    def _statistics(self, chosen: Tensor) -> dict[str, Tensor]:
+        """How evenly leaves are used, averaged over the layers; from the tally, so smoothed by its half-life."""
+        shares = self.tally[0] / self.tally[0].sum(1, keepdim=True)
+        entropy = -(shares * shares.clamp(min=1e-12).log()).sum(1)
+        possible = self.leaves.minimum(chosen[0].sum(1))
+        return {
+            "train/used_leaves": ((shares > 0).sum(1) / self.leaves).mean().float(),
+            "train/perplexity": entropy.exp().mean().float(),
+            "train/choice_kl": (self.leaves.log() - entropy).mean().float(),
+            "train/selection_rate": ((chosen[0] > 0).sum(1) / possible).mean().float(),
+        }
+
+    def _random_codes(self, noise: Noise, purpose: str) -> Tensor:
+        uniform = noise.uniform(purpose, len(self.leaves))
+        return (uniform * self.leaves).long()
+
+    def _tree(self, branches: int = 4, levels: int = 3) -> Tensor:
+        """The most chosen leaves of the first levels, level below level, and a whole image grown from each branch."""
+        levels = min(levels, len(self.leaves))
+        branches = min(branches, int(self.leaves.min()))
+        likely = self.tally[0, :levels].topk(branches, 1).indices  # (levels, branches)
+        paths = torch.cartesian_prod(*likely).view(-1, levels)
+        rest = self._random_codes(Noise(self.seed, torch.zeros(1, dtype=torch.int64), self.device), "tree")
+        codes = torch.cat([paths, rest[:, levels:].expand(len(paths), -1)], 1)
+        size, rows = self.decoder.resolution, []
+        for level in range(1, levels + 1):
+            nodes = self.decode(codes[:: branches ** (levels - level)], layers=level)
+            wide = nn.functional.interpolate(nodes, size=(size, size * branches ** (levels - level)))
+            rows.append(torch.cat(list(_bordered(wide)), 2))
+        rows.append(torch.cat(list(_bordered(self.decode(codes))), 2))
+        return torch.cat(rows, 1)
+
+
+def _bordered(images: Tensor) -> Tensor:
+    return nn.functional.pad(images[:, :, 1:-1, 1:-1], (1, 1, 1, 1), value=1.0)

@@ -1,0 +1,219 @@
+"""The decoder of a Discrete Distribution Network (Yang, ICLR 2025): a residual block, a discrete layer, and again."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from math import log2
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.discrete import distances, emit
+
+
+class Layer(NamedTuple):
+    """What one discrete layer saw and chose in training; nothing unchosen is kept."""
+
+    loss: Tensor  # () mean squared error of the chosen candidates, with gradient
+    distances: Tensor  # (b, k) of every candidate, without gradient
+    nearest: Tensor  # (b,) the nearest leaf, also where chain dropout took another
+
+
+class Block(nn.Module):
+    """Pre-activated residual block, times sqrt(1/2); `up` doubles the resolution inside the first convolution."""
+
+    def __init__(self, width_in: int, width: int, up: bool):
+        super().__init__()
+        self.up = up
+        self.norm_in = nn.GroupNorm(_groups(width_in), width_in, eps=1e-6)
+        self.conv_in = nn.Conv2d(width_in, width, 3, padding=1)
+        self.norm_out = nn.GroupNorm(_groups(width), width, eps=1e-6)
+        self.conv_out = nn.Conv2d(width, width, 3, padding=1)
+        self.skip = nn.Conv2d(width_in, width, 1) if up or width_in != width else nn.Identity()
+        for conv in (self.conv_in, self.conv_out):
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
+        with torch.no_grad():
+            self.conv_out.weight.mul_(1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:  # (b, width_in, h, w)
+        y = F.silu(self.norm_in(x))
+        x = self.skip(x)  # a 1x1 convolution commutes with the doubling, so it runs before
+        if self.up:
+            y, x = (F.interpolate(z, scale_factor=2, mode="nearest") for z in (y, x))
+        y = self.conv_out(F.silu(self.norm_out(self.conv_in(y))))
+        return (x + y) * 0.5**0.5  # (b, width, h or 2h, w or 2w)
+
+
+class Head(nn.Module):
+    """The K heads of a discrete layer: weight (leaves, channels, features), as one parameter that is never split up."""
+
+    def __init__(self, leaves: int, channels: int, features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(leaves, channels, features))
+        nn.init.kaiming_uniform_(self.weight.view(-1, features), a=5**0.5)
+
+
+class DDNDecoder(nn.Module):
+    """Images from codes, one leaf per layer; the image grows from `start` pixels to `resolution` by doubling.
+
+    Args:
+        channels: of the images.
+        resolution: of the images, in pixels; start * 2^(stages - 1).
+        blocks: how many layers each stage (resolution start, 2 start, ...) has.
+        widths: feature channels of each stage.
+        leaves: K of each stage.
+        start: pixels of the first stage.
+        leak: half of the features draws a second image with the chosen head, for the next block to see the choice.
+        residual: candidates are drawn on top of the previous image.
+        chain_dropout: probability, per sample and layer, that training goes on with a random leaf.
+        classes: number of class labels, 0 for none; the label's embedding is added where a stage begins.
+
+    Raises ValueError for fewer than two leaves, for stages that do not agree, and for sizes that do not double.
+    """
+
+    forward_methods = ("encode", "decode")
+
+    def __init__(
+        self,
+        channels: int,
+        resolution: int,
+        blocks: list[int],
+        widths: list[int],
+        leaves: list[int],
+        start: int = 1,
+        leak: bool = True,
+        residual: bool = True,
+        chain_dropout: float = 0.05,
+        classes: int = 0,
+    ):
+        super().__init__()
+        _check(channels, resolution, blocks, widths, leaves, start, chain_dropout)
+        self.channels, self.resolution, self.start = channels, resolution, start
+        self.leak, self.residual, self.chain_dropout = leak, residual, chain_dropout
+        self.blocks, self.heads, self.labels = nn.ModuleList(), nn.ModuleList(), nn.ModuleDict()
+        width_in = widths[0]
+        for stage, (count, width, k) in enumerate(zip(blocks, widths, leaves, strict=True)):
+            if classes:
+                self.labels[str(len(self.blocks))] = nn.Embedding(classes, width_in)
+            for number in range(count):
+                self.blocks.append(Block(width_in, width, up=stage > 0 and number == 0))
+                self.heads.append(Head(k, channels, width // 2 if leak else width))
+                width_in = width
+        self.register_buffer("origin", _origin(widths[0], start), persistent=False)
+
+    @property
+    def leaves(self) -> list[int]:
+        """K of every layer."""
+        return [len(head.weight) for head in self.heads]
+
+    @property
+    def bits(self) -> float:
+        """Length of a code in bits."""
+        return sum(log2(k) for k in self.leaves)
+
+    def shard_units(self) -> list[nn.Module]:
+        """The residual blocks in order; heads stay whole, since Split-and-Prune copies their rows."""
+        return list(self.blocks)
+
+    def forward(
+        self,
+        target: Tensor,  # (b, channels, resolution, resolution)
+        labels: Tensor | None = None,  # (b,)
+        dropped: Tensor | None = None,  # (b, layers) bool, where chain dropout goes on with `random`
+        random: Tensor | None = None,  # (b, layers) int64 codes
+    ) -> Iterator[Layer]:
+        """Training pass: every layer's loss and statistics, one after the other."""
+        seen: list[Layer] = []
+
+        def choose(layer: int, features: Tensor, previous: Tensor, aim: Tensor) -> Tensor:
+            found = self._distances(layer, features, previous, aim)
+            nearest = found.argmin(1)
+            seen.append(Layer(None, found, nearest))
+            return nearest if dropped is None else torch.where(dropped[:, layer], random[:, layer], nearest)
+
+        for image, aim in self._walk(len(target), choose, labels, target):
+            yield seen.pop()._replace(loss=(image - aim).square().mean())
+
+    @torch.no_grad()
+    def encode(self, images: Tensor, labels: Tensor | None = None, distance_fn: Callable | None = None) -> Tensor:
+        """The code of each image, int64 (b, layers): the nearest candidate of every layer in turn."""
+        codes = []
+
+        def choose(layer: int, features: Tensor, previous: Tensor, aim: Tensor) -> Tensor:
+            codes.append(self._distances(layer, features, previous, aim, distance_fn).argmin(1))
+            return codes[-1]
+
+        deque(self._walk(len(images), choose, labels, images), maxlen=0)
+        return torch.stack(codes, 1)
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor, labels: Tensor | None = None, layers: int | None = None) -> Tensor:
+        """The images of codes (b, layers), or of their first `layers` layers; no other candidate is built."""
+        walk = self._walk(len(codes), lambda layer, *_: codes[:, layer], labels, layers=layers or codes.shape[1])
+        return deque(walk, maxlen=1)[0][0]
+
+    def _walk(self, batch, choose, labels=None, target=None, layers=None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Layer after layer: the chosen image and the target at its size. `choose` names the leaf of each sample."""
+        features = self.origin.expand(batch, -1, -1, -1)
+        image = leak = features.new_zeros(batch, self.channels, self.start, self.start)
+        aim = None
+        for layer, (block, head) in enumerate(zip(self.blocks[:layers], self.heads, strict=False)):
+            extra = [image, features.new_zeros(batch, features.shape[1] - 2 * self.channels, *image.shape[2:]), leak]
+            features = features + torch.cat([x.to(features.dtype) for x in extra], 1)
+            if str(layer) in self.labels and labels is not None:
+                features = features + self.labels[str(layer)](labels)[:, :, None, None]
+            features = block(features)
+            size = features.shape[2:]
+            if image.shape[2:] != size:
+                image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
+            previous = image if self.residual and layer else torch.zeros_like(image)
+            if target is not None and (aim is None or aim.shape[2:] != size):
+                aim = F.interpolate(target, size=size, mode="area")
+            index = choose(layer, features, previous, aim)
+            residual, leaked = emit(features, head.weight, index, self.leak)
+            image = previous + residual
+            leak = leaked if self.leak else torch.zeros_like(image)
+            yield image, aim
+
+    def _distances(self, layer, features, previous, aim, distance_fn=None) -> Tensor:
+        weight = self.heads[layer].weight
+        return distances(features[:, : weight.shape[2]], weight, previous, aim, distance_fn)
+
+
+def _groups(width: int) -> int:
+    return min(32, max(1, width // 4))
+
+
+def _origin(width: int, size: int) -> Tensor:
+    """The fixed features a decoder starts from, (1, width, size, size): a ramp over the channels, at each place
+    turned by its own phase so that places differ."""
+    ramp = torch.linspace(-1, 1, width)[:, None, None]
+    place = torch.linspace(0, 1, size * size + 1)[:-1].view(1, size, size)
+    return ((ramp + 1 + 2 * place) % 2 - 1 if size > 1 else ramp)[None]
+
+
+def _check(channels, resolution, blocks, widths, leaves, start, chain_dropout) -> None:
+    if not len(blocks) == len(widths) == len(leaves) > 0:
+        raise ValueError(
+            f"blocks, widths and leaves need one number per stage each, but have {len(blocks)}, {len(widths)} and "
+            f"{len(leaves)}"
+        )
+    if start * 2 ** (len(blocks) - 1) != resolution:
+        sizes = ", ".join(str(start * 2**stage) for stage in range(len(blocks)))
+        raise ValueError(
+            f"resolution {resolution} is not reached: {len(blocks)} stages that double from start={start} have "
+            f"{sizes} pixels; change start, or the number of stages in blocks, widths and leaves"
+        )
+    if min(leaves) < 2:
+        raise ValueError(f"leaves is {list(leaves)}, but a discrete layer needs K >= 2 candidates to choose from")
+    if min(blocks) < 1:
+        raise ValueError(f"blocks is {list(blocks)}, but every stage needs at least one layer")
+    for width in widths:
+        if width < 2 * channels or width % _groups(width) or width % 2:
+            raise ValueError(
+                f"width {width} must be even, a multiple of its {_groups(width)} groups and >= 2 * channels"
+            )
+    if not 0 <= chain_dropout < 1:
+        raise ValueError(f"chain_dropout is {chain_dropout}, but must be a probability in [0, 1)")

@@ -1,0 +1,111 @@
+"""What models, callbacks, data and strategies promise one another."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from src.noise import Noise
+
+
+class Batch(NamedTuple):
+    """This process's share of one global batch, or a micro-batch of it: contiguous sample numbers from `first`."""
+
+    images: Tensor  # (n, c, h, w): uint8 from the loader, float in [-1, 1] once on the device
+    labels: Tensor  # (n,) int64
+    first: int  # sample number of the first image; a Python number, so that noise needs nothing from the device
+
+    @property
+    def numbers(self) -> Tensor:
+        """Sample numbers, int64 (n,), on the CPU."""
+        return torch.arange(self.first, self.first + len(self.images))
+
+    def narrow(self, start: int, stop: int) -> "Batch":
+        """The samples start..stop of these."""
+        return Batch(self.images[start:stop], self.labels[start:stop], self.first + start)
+
+
+@runtime_checkable
+class Generative(Protocol):
+    """A model that makes images; its validation_step returns {"real", "fake": (n, c, h, w) in [-1, 1], "numbers"}."""
+
+    averaged: tuple[str, ...]  # networks worth averaging
+
+    def sample(self, noise: Noise, labels: Tensor | None = None) -> Tensor:
+        """One image (c, h, w) in [-1, 1] per sample of `noise`."""
+
+
+@runtime_checkable
+class Pictures(Protocol):
+    """A model with more to show than samples."""
+
+    def pictures(self) -> Mapping[str, Tensor]:
+        """Name -> picture (c, h, w) in [-1, 1]; called on every rank, during validation."""
+
+
+@runtime_checkable
+class Parallel(Protocol):
+    """What a strategy needs of a module; modules never see wrappers."""
+
+    def parallel_networks(self) -> Mapping[str, nn.Module]:
+        """The networks in the order of their optimizers."""
+
+    def only(self, name: str) -> None:
+        """Freeze every network but this one, for a turn."""
+
+    def hold_parameters(self, name: str) -> AbstractContextManager:
+        """Around forward, penalties and backward of a turn: keeps sharded parameters whole where an engine needs it."""
+
+
+@runtime_checkable
+class ShardUnits(Protocol):
+    """A network that can be sharded, checkpointed or put on pipeline stages block by block."""
+
+    forward_methods: tuple[str, ...]  # besides forward
+
+    def shard_units(self) -> list[nn.Module]:
+        """The blocks in order."""
+
+
+@runtime_checkable
+class CriticPenalty(Protocol):
+    """A callback that adds a loss term in a critic's turn; it is handed the critic as a function."""
+
+    def critic_penalty(self, critic: Callable[[Tensor], Tensor], real: Tensor) -> Tensor | None:
+        """The term for this micro-batch of real images, or None where none is due."""
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """A callback that keeps copies of weights, and so has to follow when rows of a parameter are copied."""
+
+    def rows_copied(self, parameter: nn.Parameter, source: Tensor, target: Tensor) -> None:
+        """parameter[target] = parameter[source] has happened; 0-d indices on the device, equal where nothing was."""
+
+
+@runtime_checkable
+class KnowsRun(Protocol):
+    """A callback or logger that keeps what the run is."""
+
+    def about_run(self, config: dict, stamp: dict[str, str]) -> None:
+        """The configuration as a plain dict, and files that say which code runs: name -> text."""
+
+
+@runtime_checkable
+class Rewinds(Protocol):
+    """A logger whose records are cut back when a run continues from a checkpoint."""
+
+    def rewind(self, batch: int) -> None:
+        """Forget everything logged after this batch number."""
+
+
+@runtime_checkable
+class References(Protocol):
+    """Data that real statistics can be made of."""
+
+    identity: str  # of the images: names the cached statistics
+
+    def reference(self, count: int, rank: int, ranks: int) -> Iterator[Tensor]:
+        """This rank's part of the first `count` training images: uint8 (n, c, h, w)."""
