@@ -50,7 +50,7 @@ def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
         _sync(folder.parent)
     except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
         shutil.rmtree(part, ignore_errors=True)
-        raise OSError(f"checkpoint {folder.name} could not be written: {error}") from error
+        raise OSError(f"checkpoint {folder} could not be written ({error}); the older ones are untouched") from error
 
 
 def fault(folder: Path) -> str | None:

@@ -68,7 +68,7 @@ def code_stamp(overrides: list[str]) -> dict[str, str]:
 def entry(name: str) -> Callable:
     """Make `main(config)` a command configured by conf/`name`.yaml.
 
-    A mistake of the user's (any ValueError, any error of the configuration) ends in one sentence and exit code 1;
+    What the user can mend (ValueError, OSError, errors of the configuration) ends in one sentence and exit code 1;
     FEWSTEP_TRACEBACK=1 shows where it came from. Everything else is a fault of ours and keeps its traceback.
     """
 
@@ -94,7 +94,7 @@ def entry(name: str) -> Callable:
 def _mistakes_in_a_sentence(name: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         if os.environ.get("FEWSTEP_TRACEBACK"):
             raise
         sys.exit(f"{name}: {sentence(error, name)}")

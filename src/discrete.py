@@ -97,6 +97,11 @@ def _by_candidates(features, weight, previous, target, distance_fn) -> Tensor:
     return torch.cat(found, 1)
 
 
+def absolute_error(candidates: Tensor, target: Tensor) -> Tensor:
+    """Mean absolute error, a `distance_fn`: (b, m, channels, h, w), (b, 1, channels, h, w) -> (b, m)."""
+    return (candidates - target).abs().mean((2, 3, 4))
+
+
 def _mean_squared_error(candidates: Tensor, target: Tensor) -> Tensor:
     return (candidates - target).square().mean((2, 3, 4))
 

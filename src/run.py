@@ -44,6 +44,10 @@ def train(config: DictConfig) -> None:
     _quieten()
     _check(config)
     with _locked(folder):
+        done, _ = canonical.newest(folder / "checkpoints")
+        if done is not None and int(done.name) >= config.total_kimg * 1000:
+            print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder)}")
+            return
         data = instantiate(config.data)
         data.prepare_data()
         data.setup()
@@ -167,13 +171,13 @@ def _trainer(config: DictConfig):
 def _check(config: DictConfig) -> None:
     if config.trainer.precision not in PRECISIONS:
         raise ValueError(
-            f"trainer.precision={config.trainer.precision} is not supported: networks that take turns cannot share one loss "
-            f"scale; choose {' or '.join(PRECISIONS)}"
+            f"trainer.precision={config.trainer.precision} is not supported, since networks that take turns cannot "
+            f"share one loss scale; choose {' or '.join(PRECISIONS)}"
         )
     if config.total_kimg > config.schedule_kimg:
         raise ValueError(
-            f"total_kimg={config.total_kimg} goes beyond schedule_kimg={config.schedule_kimg}, where the schedule of the "
-            f"learning rate ends; raise schedule_kimg, which makes another run of it"
+            f"total_kimg={config.total_kimg} goes beyond schedule_kimg={config.schedule_kimg}, where the learning "
+            f"rate's schedule ends; raise schedule_kimg, which makes another run of it"
         )
     for key in ("batch", "total_kimg", "val_every_kimg"):
         if config[key] <= 0:

@@ -140,6 +140,8 @@ class Checkpoint(LastInLine):
     def _resume(self, trainer, module) -> None:
         choice = [None]
         if trainer.is_global_zero:
+            for part in self.folder.glob("*.tmp"):  # of a process that was killed while it saved
+                shutil.rmtree(part)
             found, rejected = canonical.newest(self.folder)
             for line in rejected:
                 print(line)

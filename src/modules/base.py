@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from src.noise import Noise
 from src.protocols import Batch
@@ -24,6 +24,7 @@ class Module(LightningModule):
     """
 
     averaged: tuple[str, ...] = ()
+    optimizer_makers: Mapping[str, Callable[..., Optimizer]]  # network name -> from parameters to its optimizer
 
     def __init__(
         self,
@@ -58,7 +59,18 @@ class Module(LightningModule):
         """The networks in the order of their optimizers."""
         raise NotImplementedError
 
-    def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+    def configure_optimizers(self) -> list[Optimizer]:
+        optimizers = [self.optimizer_makers[name](net.parameters()) for name, net in self.parallel_networks().items()]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["initial_lr"] = group["lr"]
+        return optimizers
+
+    def describe(self) -> str:
+        """What is trained, for people."""
+        sizes = {name: sum(p.numel() for p in net.parameters()) for name, net in self.parallel_networks().items()}
+        return ", ".join(f"{name} {size / 1e6:.2f} M parameters" for name, size in sizes.items())
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
         """Network name -> its optimizer."""
         optimizers = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]

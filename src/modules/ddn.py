@@ -38,7 +38,7 @@ class DDN(Module):
         super().__init__(**shared)
         if halflife_kimg is not None and halflife_kimg <= 0:
             raise ValueError(f"model.halflife_kimg is {halflife_kimg}; give thousands of images > 0, or null for never")
-        self.decoder, self.make_optimizer = decoder, optimizer
+        self.decoder, self.optimizer_makers = decoder, {"decoder": optimizer}
         self.halflife_kimg, self.min_evidence = halflife_kimg, min_evidence
         leaves = torch.tensor(decoder.leaves)
         self.register_buffer("leaves", leaves, persistent=False)  # (layers,)
@@ -48,16 +48,9 @@ class DDN(Module):
     def parallel_networks(self) -> dict[str, nn.Module]:
         return {"decoder": self.decoder}
 
-    def configure_optimizers(self) -> Optimizer:
-        optimizer = self.make_optimizer(self.decoder.parameters())
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        return optimizer
-
     def describe(self) -> str:
         """Layers, bits of a code and parameters, for people."""
-        parameters = sum(p.numel() for p in self.decoder.parameters()) / 1e6
-        return f"{len(self.leaves)} layers, codes of {self.decoder.bits:.0f} bits, {parameters:.2f} M parameters"
+        return f"{len(self.leaves)} layers, codes of {self.decoder.bits:.0f} bits, {super().describe()}"
 
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         chosen = torch.zeros_like(self.tally)

@@ -69,6 +69,7 @@ class DDNDecoder(nn.Module):
         residual: candidates are drawn on top of the previous image.
         chain_dropout: probability, per sample and layer, that training goes on with a random leaf.
         classes: number of class labels, 0 for none; the label's embedding is added where a stage begins.
+        distance_fn: what candidates are chosen by, as in src.discrete.distances; None for the mean squared error.
 
     Raises ValueError for fewer than two leaves, for stages that do not agree, and for sizes that do not double.
     """
@@ -87,11 +88,13 @@ class DDNDecoder(nn.Module):
         residual: bool = True,
         chain_dropout: float = 0.05,
         classes: int = 0,
+        distance_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
         super().__init__()
         _check(channels, resolution, blocks, widths, leaves, start, chain_dropout)
         self.channels, self.resolution, self.start = channels, resolution, start
         self.leak, self.residual, self.chain_dropout = leak, residual, chain_dropout
+        self.distance_fn = distance_fn
         self.blocks, self.heads, self.labels = nn.ModuleList(), nn.ModuleList(), nn.ModuleDict()
         width_in = widths[0]
         for stage, (count, width, k) in enumerate(zip(blocks, widths, leaves, strict=True)):
@@ -137,12 +140,12 @@ class DDNDecoder(nn.Module):
             yield seen.pop()._replace(loss=(image - aim).square().mean())
 
     @torch.no_grad()
-    def encode(self, images: Tensor, labels: Tensor | None = None, distance_fn: Callable | None = None) -> Tensor:
+    def encode(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """The code of each image, int64 (b, layers): the nearest candidate of every layer in turn."""
         codes = []
 
         def choose(layer: int, features: Tensor, previous: Tensor, aim: Tensor) -> Tensor:
-            codes.append(self._distances(layer, features, previous, aim, distance_fn).argmin(1))
+            codes.append(self._distances(layer, features, previous, aim).argmin(1))
             return codes[-1]
 
         deque(self._walk(len(images), choose, labels, images), maxlen=0)
@@ -177,9 +180,9 @@ class DDNDecoder(nn.Module):
             leak = leaked if self.leak else torch.zeros_like(image)
             yield image, aim
 
-    def _distances(self, layer, features, previous, aim, distance_fn=None) -> Tensor:
+    def _distances(self, layer, features, previous, aim) -> Tensor:
         weight = self.heads[layer].weight
-        return distances(features[:, : weight.shape[2]], weight, previous, aim, distance_fn)
+        return distances(features[:, : weight.shape[2]], weight, previous, aim, self.distance_fn)
 
 
 def _groups(width: int) -> int:
