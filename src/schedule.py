@@ -14,9 +14,9 @@ def due(images: int, batch: int, every_kimg: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factor on the learning rate: linear warm-up, then constant, or half a cosine down to `floor` at `schedule_kimg`.
+    """The learning rate: linear warm-up, then constant, or half a cosine from its start down to the rate `floor`.
 
-    Raises ValueError for an unknown decay, and for a decay without an end.
+    The cosine ends at `schedule_kimg` thousand images. Raises ValueError for an unknown decay, or one without an end.
     """
 
     warmup_kimg: float = 0.0
@@ -26,16 +26,13 @@ class Schedule:
 
     def __post_init__(self):
         if self.decay not in ("constant", "cosine"):
-            raise ValueError(f"decay={self.decay} is unknown; it may be constant or cosine")
+            raise ValueError(f"model.schedule.decay={self.decay} is unknown; it may be constant or cosine")
         if self.decay == "cosine" and not self.schedule_kimg:
-            raise ValueError("decay=cosine needs schedule_kimg > 0, where the cosine ends")
+            raise ValueError("model.schedule.decay=cosine needs schedule_kimg > 0, where the cosine ends")
 
-    def __call__(self, images: int) -> float:
-        """The factor for the batch that starts after `images` images."""
-        kimg = images / 1000
-        factor = 1.0
+    def rate(self, initial: float, images: int) -> float:
+        """The learning rate of the batch that starts after `images` images, where `initial` is the optimizer's own."""
+        kimg, rate = images / 1000, initial
         if self.decay == "cosine":
-            factor = self.floor + (1 - self.floor) * (1 + cos(pi * min(1.0, kimg / self.schedule_kimg))) / 2
-        if self.warmup_kimg:
-            factor *= min(1.0, kimg / self.warmup_kimg)
-        return factor
+            rate = self.floor + (initial - self.floor) * (1 + cos(pi * min(1.0, kimg / self.schedule_kimg))) / 2
+        return rate * min(1.0, kimg / self.warmup_kimg) if self.warmup_kimg else rate

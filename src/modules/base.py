@@ -19,7 +19,7 @@ class Module(LightningModule):
     Args:
         seed: of all noise.
         micro_batch: images per forward pass and process; None for the whole share at once.
-        schedule: factor on every learning rate, by images seen; constant if None.
+        schedule: of every learning rate, by images seen; constant if None.
         clip_norm: gradients of a turn are scaled down to this norm; None for never.
     """
 
@@ -95,7 +95,7 @@ class Module(LightningModule):
         self.only(name)
         optimizer = self.named_optimizers()[name]
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self.schedule(self.images_seen)
+            group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen)
         optimizer.zero_grad(set_to_none=True)
         parts = list(self._micro_batches(batch))
         logged: dict[str, Tensor] = {}
