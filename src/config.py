@@ -21,7 +21,16 @@ ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 
 SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg")
-WATCHERS = ("budget", "metrics", "throughput", "distances", "pictures", "progress", "checkpoint")  # change no weight
+WATCHERS = (
+    "budget",
+    "metrics",
+    "throughput",
+    "distances",
+    "pictures",
+    "modes",
+    "progress",
+    "checkpoint",
+)  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 
 

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
+from safetensors.torch import save_file
 from torch import Tensor
 
 from src import checkpoint as canonical
@@ -114,6 +115,25 @@ def evaluate(config: DictConfig) -> None:
     for name, value in found["samples"].items():
         print(f"{name:14} {value:.4g}   ({held_out} held-out images: {found['held_out'][name]:.4g})")
     print(f"Written to {path}")
+
+
+def prepare(config: DictConfig) -> None:
+    """The one-off tasks; today `export`."""
+    if config.task != "export":
+        raise ValueError(f"task={config.task} does not exist; there is export")
+    model, state, source = load(config.run, config.checkpoint)
+    folder = Path(config.out or Path(config.run) / "export")
+    folder.mkdir(parents=True, exist_ok=True)
+    weights, described = folder / "model.safetensors", folder / "config.json"
+    kept = {k: v.contiguous() for k, v in model.state_dict().items() if v.dtype != torch.float64}
+    for path, write in (
+        (weights, lambda part: save_file(kept, part)),
+        (described, lambda part: part.write_text(json.dumps(state["config"], indent=1))),
+    ):
+        part = path.with_suffix(".part")
+        write(part)
+        os.replace(part, path)
+    print(f"Exported {source}: {weights} and {described}")
 
 
 def draw(model, seed: int, numbers: Tensor, batch: int, label: int | None, classes: int) -> Iterator[Tensor]:
