@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 
-SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg")
+SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start")
 WATCHERS = (
     "budget",
     "metrics",

@@ -53,6 +53,9 @@ def train(config: DictConfig) -> None:
         data.prepare_data()
         data.setup()
         model = build_model(config)
+        begins = config.start is not None and done is None and _is_main()
+        if begins and not _imported(config, model, folder / "checkpoints"):
+            return
         trainer = _trainer(config)
         data.check_split(trainer.world_size, config.micro_batch)
         if _is_main():
@@ -170,6 +173,20 @@ def load(run: str | None, which: str) -> tuple[Any, dict[str, Any], Path]:
     model = build_model(OmegaConf.create(state["config"]))
     canonical.load_weights(model, canonical.averaged(state), f"checkpoint {folder}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), state, folder
+
+
+def _imported(config: DictConfig, model, checkpoints: Path) -> bool:
+    """Make a published checkpoint the first of this run; whether training can go on from it."""
+    if not hasattr(model, "published_state"):
+        raise ValueError(f"start={config.start}: there are no published checkpoints for {type(model).__name__}")
+    state = model.published_state(config.start) | {"config": plain(config)}
+    canonical.load_weights(model, state["weights"], config.start)
+    folder = canonical.folder_of(checkpoints, state["position"]["images"])
+    canonical.write(folder, state, code_stamp(list(HydraConfig.get().overrides.task)))
+    if state["optimizers"]:
+        return True
+    print(f"{config.start} holds a generator alone; draw with it: python sample.py run={checkpoints.parent}")
+    return False
 
 
 def _trainer(config: DictConfig):

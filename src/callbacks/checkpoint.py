@@ -110,6 +110,7 @@ class Checkpoint(LastInLine):
         return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
 
     def _save(self, trainer, module) -> None:
+        module.require_finite()
         optimizers = module.named_optimizers()
         state = {
             "weights": module.state_dict(),

@@ -24,6 +24,7 @@ class Metrics(Callback):
             self.sums[key] = self.sums[key] + value if key in self.sums else value.detach().clone().float()
         if not due(module.images_seen, module.images_per_batch, self.every_kimg):
             return
+        module.require_finite()
         values = torch.cat([value.reshape(-1) for value in self.sums.values()]) / self.steps
         values = iter(trainer.strategy.reduce(values, reduce_op="mean").tolist())
         report = {}

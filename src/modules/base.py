@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
+import torch
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from src.checkpoint import committed
 from src.noise import Noise
 from src.protocols import Batch
 from src.schedule import Schedule
@@ -39,6 +42,7 @@ class Module(LightningModule):
         self.schedule = schedule or Schedule()
         self.images_seen = 0  # by all processes; the clock of everything
         self.batches_seen = 0
+        self.register_buffer("first_bad", torch.tensor(-1), persistent=False)  # first batch of a gradient not finite
 
     @property
     def images_per_batch(self) -> int:
@@ -108,10 +112,22 @@ class Module(LightningModule):
                     logged[key] = logged.get(key, 0) + value.detach() / len(parts)
         gradients = [p.grad for p in self.parallel_networks()[name].parameters() if p.grad is not None]
         logged[f"train/grad_norm_{name}"] = norm = get_total_norm(gradients)
+        bad = ~norm.isfinite() & (self.first_bad < 0)
+        self.first_bad = torch.where(bad, self.batches_seen, self.first_bad)
         if self.clip_norm is not None:
             clip_grads_with_norm_(self.parallel_networks()[name].parameters(), self.clip_norm, norm)
         optimizer.step()
         return logged
+
+    def require_finite(self) -> None:
+        """Raise ValueError where a gradient has not been finite; waits for the device, so not for every batch."""
+        if (batch := int(self.first_bad)) >= 0:
+            saved = committed(Path(self.trainer.default_root_dir) / "checkpoints")
+            good = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+            raise ValueError(
+                f"the gradient of batch {batch} ({batch * self.images_per_batch / 1000:g} kimg) is not finite; {good}; "
+                f"lower a learning rate or set model.clip_norm"
+            )
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The tensor summed over all processes, in place where there are several."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from src.diffusion import Diffusion
 from src.modules.base import Module
+from src.modules.networks.reference_names import published_state
 from src.noise import Noise
 from src.protocols import Batch, CriticPenalty
 
@@ -51,6 +52,14 @@ class DDGAN(Module):
         self._kept = {}
         logged = self.turn("discriminator", batch, self._discriminator_loss)
         return logged | self.turn("generator", batch, self._generator_loss)
+
+    def published_state(self, path: str) -> dict:
+        """A published checkpoint as a canonical state: `netG_*.pth` to draw with, or `content.pth` to go on from.
+
+        The first holds the averaged generator alone; weights of the discriminator then stay as initialised. Nothing but
+        tensors, plain containers and argparse.Namespace is unpickled. Raises ValueError for another architecture.
+        """
+        return published_state(path, self.generator, self.discriminator, self.state_dict())
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         return {"real": batch.images, "fake": self.sample(self.noise(batch), batch.labels), "numbers": batch.numbers}

@@ -4,8 +4,12 @@ There the generator is one flat list, `all_modules.N`, in the order in which its
 name. Each function pairs the names of a given network, so that a checkpoint fits it or says where it does not.
 """
 
+import argparse
+import pickle
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from src.modules.networks.discriminators import Discriminator
@@ -88,3 +92,66 @@ def translated(state: Mapping[str, Tensor], network: nn.Module, names: Mapping[s
             f"{'; '.join(problems[:3])}. Build the network with the options of the checkpoint"
         )
     return result
+
+
+def published_state(path: str, generator: NCSNpp, discriminator: Discriminator, fresh: dict[str, Tensor]) -> dict:
+    """The canonical state of a published `content.pth` or `netG_*.pth`; `fresh` fills in what the file does not hold.
+
+    Raises ValueError where the file cannot be read, or is of another architecture.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is no checkpoint of the published DDGAN: {error}") from error
+    if "netG_dict" not in content:
+        averages = _prefixed("generator", generator_state(content, generator))
+        return _canonical(fresh | averages, averages, {}, 0, 0)
+    weights = _prefixed("generator", generator_state(content["netG_dict"], generator))
+    weights |= _prefixed("discriminator", discriminator_state(content["netD_dict"], discriminator))
+    by_name = _moments(content["netG_dict"], content["optimizerG"])
+    averages = {}
+    if by_name and "ema" in next(iter(by_name.values())):
+        stored = {name: state["ema"] for name, state in by_name.items()}
+        averages = _prefixed("generator", generator_state(content["netG_dict"] | stored, generator))
+    optimizers = {
+        "generator": _translated_moments(content["netG_dict"], by_name, lambda s: generator_state(s, generator)),
+        "discriminator": _translated_moments(
+            content["netD_dict"],
+            _moments(content["netD_dict"], content["optimizerD"]),
+            lambda s: discriminator_state(s, discriminator),
+        ),
+    }
+    options = content["args"]
+    processes = getattr(options, "num_process_per_node", 1) * getattr(options, "num_proc_node", 1)
+    batches = int(content["global_step"])
+    return _canonical(fresh | weights, averages, optimizers, batches * options.batch_size * processes, batches)
+
+
+def _canonical(weights: dict, averages: dict, optimizers: dict, images: int, batches: int) -> dict[str, Any]:
+    callbacks = {"EMA": {"averages": averages}} if averages else {}
+    position = {"images": images, "batches": batches}
+    return {"weights": weights, "optimizers": optimizers, "callbacks": callbacks, "position": position, "metrics": {}}
+
+
+def _moments(network: Mapping[str, Tensor], optimizer: dict) -> dict[str, dict[str, Tensor]]:
+    """Parameter name -> its entry of the optimizer's state; parameters are numbered in the order of the state dict."""
+    names = [name for name in network if not name.endswith("sigmas")]
+    order = [number for group in optimizer["param_groups"] for number in group["params"]]
+    if len(names) != len(order):
+        raise ValueError(f"the optimizer knows {len(order)} parameters, but the network has {len(names)}")
+    return {name: optimizer["state"][number] for name, number in zip(names, order, strict=True)}
+
+
+def _translated_moments(network, by_name, translate) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        stored = {name: state[key] for name, state in by_name.items()}
+        for name, value in translate(dict(network) | stored).items():
+            found.setdefault(name, {})[key] = value
+    step = float(next(iter(by_name.values()))["step"])
+    return {name: {"step": torch.tensor(step)} | state for name, state in found.items()}
+
+
+def _prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": value for name, value in state.items()}
