@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.side_by_side import measure, report, serve, times, verdict, write  # noqa: E402
+from benchmarks.side_by_side import measure, report, serve, times, verdict, write
 
 BATCH = {32: 16, 64: 4, 256: 1}  # samples of each size of map
 SPEED_UP, EXTRA = 15, 0.35  # targets at 32x32, K=512, C=128: times faster, share of the extra memory

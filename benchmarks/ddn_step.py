@@ -11,7 +11,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.side_by_side import measure, report, serve, times, verdict, write  # noqa: E402
+from benchmarks.side_by_side import measure, report, serve, times, verdict, write
 
 BLOCKS = [1, 2, 2, 2, 2, 2]
 TASKS = ("train", "sample")

@@ -102,6 +102,12 @@ def absolute_error(candidates: Tensor, target: Tensor) -> Tensor:
     return (candidates - target).abs().mean((2, 3, 4))
 
 
+def charbonnier(images: Tensor, target: Tensor, softness: float = 0.05) -> Tensor:
+    """Mean of sqrt(d^2 + softness^2) - softness over all pixels, a `loss_fn` (Charbonnier et al. 1994): absolute for
+    large differences, so that an edge is drawn in one place instead of being blurred over several."""
+    return ((images - target).square() + softness**2).sqrt().mean() - softness
+
+
 def _mean_squared_error(candidates: Tensor, target: Tensor) -> Tensor:
     return (candidates - target).square().mean((2, 3, 4))
 
@@ -117,7 +123,7 @@ def emit(features: Tensor, weight: Tensor, index: Tensor, leak: bool = False) ->
     which tells the next block which head was taken; weight (k, channels, c); index (b,) -> two (b, channels, h, w).
     One gathered product; no gradient reaches a head that was not chosen.
     """
-    k, channels, c = weight.shape
+    _, channels, c = weight.shape
     with torch.autocast(features.device.type, enabled=False):
         features, weight = _full(features), _full(weight)
         chosen = F.embedding(index, weight.flatten(1)).view(-1, 1, channels, c)

@@ -59,5 +59,5 @@ class Bar(Callback):
             self.bar = None
 
     def _metrics(self, trainer) -> str:
-        known = trainer.logged_metrics
+        known = trainer.callback_metrics
         return "  ".join(f"{key.split('/')[-1]} {known[key]:.4g}" for key in self.shown if key in known)

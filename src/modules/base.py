@@ -139,8 +139,10 @@ class Module(LightningModule):
 
     def report(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Log metrics at this point of the run: to every logger, and for what monitors them."""
-        clock = {"progress/kimg": self.images_seen / 1000, "step": float(self.batches_seen)}
-        self.log_dict({**metrics, **clock}, batch_size=1)
+        clock = {"progress/kimg": self.images_seen / 1000}
+        for logger in self.loggers:  # not by self.log, which would repeat a metric until its next value
+            logger.log_metrics({k: float(v) for k, v in (metrics | clock).items()}, step=self.batches_seen)
+        self.log_dict(metrics, logger=False, batch_size=1)  # for callbacks that monitor
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.train()  # also after callbacks that sampled

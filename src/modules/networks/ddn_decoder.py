@@ -15,7 +15,7 @@ from src.discrete import distances, emit
 class Layer(NamedTuple):
     """What one discrete layer saw and chose in training; nothing unchosen is kept."""
 
-    loss: Tensor  # () mean squared error of the chosen candidates, with gradient
+    loss: Tensor  # () of the chosen candidates, with gradient
     distances: Tensor  # (b, k) of every candidate, without gradient
     nearest: Tensor  # (b,) the nearest leaf, also where chain dropout took another
 
@@ -70,6 +70,7 @@ class DDNDecoder(nn.Module):
         chain_dropout: probability, per sample and layer, that training goes on with a random leaf.
         classes: number of class labels, 0 for none; the label's embedding is added where a stage begins.
         distance_fn: what candidates are chosen by, as in src.discrete.distances; None for the mean squared error.
+        loss_fn: (images, targets) -> loss of the chosen candidates; None for the mean squared error, as published.
 
     Raises ValueError for fewer than two leaves, for stages that do not agree, and for sizes that do not double.
     """
@@ -89,12 +90,13 @@ class DDNDecoder(nn.Module):
         chain_dropout: float = 0.05,
         classes: int = 0,
         distance_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
         super().__init__()
         _check(channels, resolution, blocks, widths, leaves, start, chain_dropout)
         self.channels, self.resolution, self.start = channels, resolution, start
         self.leak, self.residual, self.chain_dropout = leak, residual, chain_dropout
-        self.distance_fn = distance_fn
+        self.distance_fn, self.loss_fn = distance_fn, loss_fn or F.mse_loss
         self.blocks, self.heads, self.labels = nn.ModuleList(), nn.ModuleList(), nn.ModuleDict()
         width_in = widths[0]
         for stage, (count, width, k) in enumerate(zip(blocks, widths, leaves, strict=True)):
@@ -137,7 +139,7 @@ class DDNDecoder(nn.Module):
             return nearest if dropped is None else torch.where(dropped[:, layer], random[:, layer], nearest)
 
         for image, aim in self._walk(len(target), choose, labels, target):
-            yield seen.pop()._replace(loss=(image - aim).square().mean())
+            yield seen.pop()._replace(loss=self.loss_fn(image, aim))
 
     @torch.no_grad()
     def encode(self, images: Tensor, labels: Tensor | None = None) -> Tensor:

@@ -1,0 +1,47 @@
+"""Every command of the README runs, tiny; where its data is not here, its configuration composes."""
+
+import re
+import shlex
+
+import pytest
+from conftest import compose_config, run_command
+
+from src.config import ROOT
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line.split("#")[0].strip()
+]
+RECIPES = re.findall(r"^\| `(\w+)`(?: \(`data\.path=\.\.\.`\))? \| ", README.split("## Recipes")[1].split("##")[0], re.M)
+
+
+def test_the_readme_names_its_commands_and_recipes():
+    assert {"make train", "make test"} <= set(COMMANDS)
+    assert set(RECIPES) == {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_of_the_readme_composes(recipe, tmp_path):
+    assert compose_config(tmp_path, f"experiment={recipe}", "data.path=." if "path" in recipe else "seed=0").batch > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python train.py")])
+def test_every_training_command_of_the_readme_runs(command, tmp_path):
+    words = [w for w in shlex.split(command)[1:] if not w.startswith("batch=")]
+    done = run_command(*words, "debug=fast", f"paths.runs={tmp_path}", f"paths.cache={tmp_path}/cache", timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Run folder" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "run=runs/NAME" in c])
+def test_every_command_of_the_readme_on_a_run_works(command, tiny_run):
+    words = [w.replace("runs/NAME", str(tiny_run)) for w in shlex.split(command)[1:]]
+    words = [re.sub(r"^num=.*", "num=8", w) for w in words]
+    extra = ["reference=16"] if "evaluate.py" in command else []
+    done = run_command(*words, *extra, timeout=300)
+    assert done.returncode == 0, done.stderr
