@@ -15,7 +15,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 train: install
-	$(RUN) train.py $(ARGS)
+	$(RUN) train.py experiment=ddn_small $(ARGS)
 
 test: install
 	$(RUN) -m ruff check .

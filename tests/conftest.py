@@ -52,9 +52,7 @@ def run_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def run_command(
-    *words: str, timeout: float = 240, cwd: Path = ROOT, **environment: str
-) -> subprocess.CompletedProcess:
+def run_command(*words: str, timeout: float = 600, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
     """A command of the project in a process of its own, on one thread and without a network."""
     return subprocess.run(command_line(*words), **_as_text(environment), cwd=cwd, timeout=timeout)
 

@@ -339,7 +339,9 @@ def test_optimizer_state_of_another_network_is_refused_by_name():
     steps(network, optimizer, 1)
     other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     with pytest.raises(ValueError, match=r"another network.*1\.bias"):
-        canonical.load_optimizer(other, torch.optim.Adam(other.parameters()), canonical.optimizer_state(network, optimizer))
+        canonical.load_optimizer(
+            other, torch.optim.Adam(other.parameters()), canonical.optimizer_state(network, optimizer)
+        )
 
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])

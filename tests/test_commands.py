@@ -191,7 +191,9 @@ def test_samples_are_drawn_into_one_picture_and_files(finished, tmp_path):
     files = sorted((out / "images").iterdir())
     assert [path.name for path in files] == [f"{number:06d}.png" for number in range(2, 8)]
     again = tmp_path / "again"
-    succeeded(run_command("sample.py", f"run={run}", "num=1", "first=5", "files=true", f"out={again}", "checkpoint=best"))
+    succeeded(
+        run_command("sample.py", f"run={run}", "num=1", "first=5", "files=true", f"out={again}", "checkpoint=best")
+    )
     ours, theirs = (np.asarray(Image.open(f / "images" / "000005.png")).astype(int) for f in (out, again))
     assert abs(ours - theirs).max() <= 1  # number 5 is number 5
     grid = np.asarray(Image.open(picture)).astype(int)
@@ -254,7 +256,7 @@ def interrupted(folder: Path, send: signal.Signals, *options: str) -> tuple[subp
     """A run that gets the signal in its middle, at no particular moment."""
     process = start_command("train.py", *LONGER, *below(folder), *options)
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while time.monotonic() < deadline and process.poll() is None:
             saved = list(folder.glob("runs/*/checkpoints/000000000[4-9]*"))
             if saved and not any(path.suffix for path in saved):
@@ -263,7 +265,7 @@ def interrupted(folder: Path, send: signal.Signals, *options: str) -> tuple[subp
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
         process.send_signal(send)
-        process.wait(timeout=60)
+        process.wait(timeout=200)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -303,7 +305,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(uninterrupt
 def test_while_a_run_trains_a_second_one_on_its_folder_is_refused(tmp_path):
     process = start_command("train.py", *LONGER, *below(tmp_path), "schedule_kimg=1000")
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while time.monotonic() < deadline and not list(tmp_path.glob("runs/*/metrics.csv")):
             time.sleep(0.05)
         second = run_command("train.py", *LONGER, *below(tmp_path), "schedule_kimg=1000")
@@ -342,7 +344,8 @@ JUDGED = [
     "logger=[csv]",
     "callbacks=[budget,ema,metrics,distances,pictures,checkpoint]",
     "model.decoder.classes=10",
-    "model.optimizer.lr=1e-4",
+    "model.schedule.warmup_kimg=0",
+    "+model.optimizer.eps=1e-4",  # 1e-8 would make whole steps of rounding errors, where a gradient is all but zero
     "batch=8",
     "schedule_kimg=0.064",
     "val_every_kimg=0.032",
@@ -372,8 +375,8 @@ def one_and_two(tmp_path_factory):
 def test_two_processes_write_one_run_of_the_same_name(one_and_two):
     one, two = one_and_two
     assert one.name == two.name
-    names = [{str(path.relative_to(run)) for path in run.rglob("*") if ".hydra" not in path.parts} for run in one_and_two]
-    assert names[0] == names[1]
+    ours, theirs = ({str(path.relative_to(run)) for path in run.rglob("*")} for run in one_and_two)
+    assert {name for name in ours ^ theirs if not name.endswith(".log") and ".hydra" not in name} == set()
 
 
 def test_two_processes_make_the_choices_of_one(one_and_two):
@@ -392,16 +395,17 @@ def test_two_processes_end_in_the_weights_of_one(one_and_two):
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
-    assert any((value - one[f"/callbacks/EMA/averages/{name[9:]}"]).abs().max() > 1e-6 for name, value in one.items()
-               if f"/callbacks/EMA/averages/{name[9:]}" in one)  # fmt: skip
+    begun = state_of(one_and_two[0], "000000000032")
+    moved = [(one[name] - begun[name]).abs().max() for name in one if name.startswith("/weights/decoder")]
+    assert min(moved) > 1e-4  # ten times what is allowed to differ
 
 
 def test_two_processes_measure_what_one_measures(one_and_two):
     one, two = (read_log(run) for run in one_and_two)
     assert one.keys() == two.keys()
-    for name in ("val/fd_efflite0", "val/kid_efflite0"):
-        assert [kimg for kimg, _ in two[name]] == [0.032, 0.064]
-        assert [value for _, value in two[name]] == pytest.approx([value for _, value in one[name]], rel=1e-3)
+    assert [kimg for kimg, _ in two["val/fd_efflite0"]] == [0.032, 0.064]
+    for name, tolerance in (("val/fd_efflite0", 1e-3), ("val/kid_efflite0", 0.05)):  # KID's subsets are other ones
+        assert [value for _, value in two[name]] == pytest.approx([value for _, value in one[name]], rel=tolerance)
     for name in ("train/loss", "train/loss_layer/05", "train/grad_norm_decoder", "train/perplexity"):
         assert [value for _, value in two[name]] == pytest.approx([value for _, value in one[name]], rel=1e-4)
 
@@ -434,13 +438,15 @@ def test_a_batch_that_processes_cannot_share_ends_in_a_sentence(tmp_path):
 
 def test_sigterm_ends_two_processes_together_with_a_checkpoint(tmp_path):
     words = ["train.py", *JUDGED, *below(tmp_path), "trainer.devices=2", "data.val_batch=4", "schedule_kimg=1000"]
-    process = start_command(*words, "~callbacks.distances", "val_every_kimg=1000", "callbacks.checkpoint.every_kimg=0.08")
+    process = start_command(
+        *words, "~callbacks.distances", "val_every_kimg=1000", "callbacks.checkpoint.every_kimg=0.08"
+    )
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while time.monotonic() < deadline and not canonical.committed(_checkpoints(tmp_path)):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=200) == 143
         with pytest.raises(ProcessLookupError):  # the other one is gone as well
             for _ in range(100):
                 os.killpg(process.pid, 0)
@@ -467,7 +473,14 @@ def _checkpoints(folder: Path) -> Path:
 def logged(tmp_path_factory):
     """A run that logs to W&B without a network, to TensorBoard and to the csv, interrupted by nothing and then raised."""
     folder = tmp_path_factory.mktemp("logged")
-    words = ["train.py", "debug=fast", *below(folder), "logger=[csv,wandb,tensorboard]", *TINY, "callbacks.ema.halflife_kimg=0.01"]
+    words = [
+        "train.py",
+        "debug=fast",
+        *below(folder),
+        "logger=[csv,wandb,tensorboard]",
+        *TINY,
+        "callbacks.ema.halflife_kimg=0.01",
+    ]
     said = succeeded(run_command(*words, HOME=str(folder)))
     return only_run(folder), said
 
@@ -521,17 +534,16 @@ def test_an_offline_wandb_run_holds_the_metrics_against_kimg(logged):
         n: pytest.approx(n * 0.004) for n in (1, 2, 3, 4)
     }
     defined = [r.metric for r in wandb_records(run) if r.WhichOneof("record_type") == "metric"]
-    assert any(metric.name == "progress/kimg" or metric.step_metric == "progress/kimg" for metric in defined)
+    assert [metric.step_metric for metric in defined if metric.glob_name == "*"][-1] == "progress/kimg"
 
 
 def test_an_offline_wandb_run_holds_the_grids(logged):
     run, _ = logged
     rows = [items(r.history.item) for r in wandb_records(run) if r.WhichOneof("record_type") == "history"]
-    grids = [row["pictures/samples"] for row in rows if "pictures/samples" in row]
-    assert len(grids) == 2
-    media = list(run.glob("wandb/offline-run-*/files/media/images/pictures/samples_*.png"))
-    assert len(media) == 2
-    shown = np.asarray(Image.open(max(media, key=lambda p: int(p.stem.split("_")[1]))).convert("L")).astype(int)
+    named = {row["_step"]: row["pictures/samples/filenames"] for row in rows if "pictures/samples/filenames" in row}
+    assert named.keys() == {2, 4}
+    (folder,) = run.glob("wandb/offline-run-*/files")
+    shown = np.asarray(Image.open(folder / named[4][0]).convert("L")).astype(int)
     written = np.asarray(Image.open(run / "pictures" / "samples_000000000016.png").convert("L")).astype(int)
     assert shown.shape == written.shape and abs(shown - written).max() <= 2
 
@@ -554,5 +566,3 @@ def test_loggers_leave_nothing_beside_the_run(logged):
     beside = {path.name for path in run.parents[1].iterdir()} - {"runs", "cache"}
     assert not {name for name in beside if not name.startswith(".")}
     assert not (run.parents[1] / ".netrc").exists()
-
-

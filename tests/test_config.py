@@ -210,7 +210,9 @@ def test_questions_are_answered_without_importing_torch(entry, question, tmp_pat
     command = [sys.executable, "-X", "importtime", ROOT / f"{entry}.py", *question]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert answer.returncode == 0 and answer.stdout
-    imported = {line.rpartition("|")[2].strip() for line in answer.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip() for line in answer.stderr.splitlines() if line.startswith("import time:")
+    }
     assert "hydra" in imported and "src.config" in imported
     assert not imported & {"torch", "lightning", "numpy", "wandb", "src.run"}
     assert list(tmp_path.iterdir()) == []
@@ -341,7 +343,10 @@ def test_a_value_of_the_wrong_type_is_told_with_its_key(mistake, override):
         (["trainer.accelerator=abacus"], "accelerator.*abacus"),
         (["callbacks.ema.decay=0.9"], "callbacks.ema needs exactly one of halflife_kimg, decay and power"),
         (["callbacks.ema.halflife_kimg=null"], "callbacks.ema needs exactly one"),
-        (["callbacks.ema.halflife_kimg=null", "callbacks.ema.decay=2"], "callbacks.ema.decay=2 must lie between 0 and 1"),
+        (
+            ["callbacks.ema.halflife_kimg=null", "callbacks.ema.decay=2"],
+            "callbacks.ema.decay=2 must lie between 0 and 1",
+        ),
         (["callbacks.checkpoint.keep=0"], "callbacks.checkpoint.keep=0"),
         (["callbacks.distances.inception=/no/weights"], "no InceptionV3 weights at /no/weights"),
         (["model.schedule.decay=cosin"], "model.schedule.decay=cosin is unknown; it may be constant or cosine"),
@@ -359,7 +364,9 @@ def test_what_cannot_be_is_told_with_the_setting_to_change(mistake, overrides, s
     assert re.search(said, mistake(*overrides))
 
 
-@pytest.mark.parametrize("words", [["batch"], ["batch", "3"], ["batch 3"], ["data.path=a=b=c,"], ["model.decoder.leaves=[1,2"]])
+@pytest.mark.parametrize(
+    "words", [["batch"], ["batch", "3"], ["batch 3"], ["data.path=a=b=c,"], ["model.decoder.leaves=[1,2"]]
+)
 def test_what_is_no_setting_at_all_is_told_by_its_form(mistake, words):
     said = mistake(*words)
     assert words[0] in said and "key=value" in said
@@ -372,10 +379,13 @@ def test_other_commands_tell_mistakes_alike(mistake, command, tmp_path):
     assert "run=None" in mistake(command=command) or "run=" in mistake(command=command)
 
 
-@pytest.mark.parametrize(("overrides", "said"), [
-    (["model=dnn"], "ddn"),
-    pytest.param(["model.decoder.leaves=[1,1,1,1,1,1]"], "K >= 2", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model=dnn"], "ddn"),
+        pytest.param(["model.decoder.leaves=[1,1,1,1,1,1]"], "K >= 2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mistake_ends_the_process_with_one_line_and_exit_code_1(overrides, said, tmp_path):
     command = [sys.executable, ROOT / "train.py", f"paths.runs={tmp_path}", "logger=[csv]", *overrides]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

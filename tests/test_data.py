@@ -165,7 +165,9 @@ def flipped(data, first, count):
     """Which of these samples are mirrored."""
     images = torch.tensor([[0, 255]], dtype=torch.uint8).expand(count, 1, 2, 2)
     found = data.on_after_batch_transfer(Batch(images, torch.zeros(count, dtype=torch.int64), first), 0).images
-    assert torch.equal(found[:, :, 0], found[:, :, 1]) and torch.equal(found.sort(3).values[0, 0, 0], torch.tensor([-1.0, 1]))
+    assert torch.equal(found[:, :, 0], found[:, :, 1]) and torch.equal(
+        found.sort(3).values[0, 0, 0], torch.tensor([-1.0, 1])
+    )
     return found[:, 0, 0, 0] == 1
 
 
@@ -231,7 +233,9 @@ def test_a_micro_batch_that_does_not_divide_the_share_is_refused():
     data = numbered(batch=12)
     data.check_split(2, 3)
     data.check_split(2, None)
-    with pytest.raises(ValueError, match="micro_batch=4 does not divide the 6 images that each process has of batch=12"):
+    with pytest.raises(
+        ValueError, match="micro_batch=4 does not divide the 6 images that each process has of batch=12"
+    ):
         data.check_split(2, 4)
 
 

@@ -26,9 +26,12 @@ def decoder(dtype=torch.float64, seed=0, **options):
 
 
 def images(n=6, dtype=torch.float64):
-    return torch.rand(n, CHANNELS, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
-        dtype
-    ).mul(2) - 1
+    return (
+        torch.rand(n, CHANNELS, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        .to(dtype)
+        .mul(2)
+        - 1
+    )
 
 
 def random_codes(network, n=6):
@@ -92,7 +95,9 @@ def test_every_layer_agrees_with_building_all_candidates(options):
     network, x = decoder(**options), images()
     layers = list(network(x))
     assert len(layers) == LAYERS
-    for ours, (distances, nearest, image, aim) in zip(layers, literal(network, x, lambda _, n: n, **options), strict=True):
+    for ours, (distances, nearest, image, aim) in zip(
+        layers, literal(network, x, lambda _, n: n, **options), strict=True
+    ):
         torch.testing.assert_close(ours.distances, distances, rtol=1e-9, atol=1e-9)
         assert torch.equal(ours.nearest, nearest)
         torch.testing.assert_close(ours.loss, (image - aim).square().mean(), rtol=1e-9, atol=1e-9)
@@ -183,7 +188,9 @@ def test_encoding_follows_the_training_pass():
     assert torch.equal(codes, torch.stack([layer.nearest for layer in network(x)], 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"residual": False, "leak": False}, {"start": 8, "blocks": [6], "widths": [16], "leaves": [5]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": False, "leak": False}, {"start": 8, "blocks": [6], "widths": [16], "leaves": [5]}]
+)
 def test_decoding_a_code_gives_the_training_pass_back_layer_by_layer(options):
     network, x = decoder(**options), images()
     codes, flags = network.encode(x), {key: options[key] for key in ("residual", "leak") if key in options}
@@ -352,7 +359,9 @@ def test_blocks_may_be_sharded_in_order_and_heads_stay_whole():
         ("ddn_imagenet_brief", 6, 30, None, None),
     ],
 )
-def test_recipes_have_the_published_layers_bits_and_parameters(composed, experiment, layers, bits, millions, millions_in_heads):
+def test_recipes_have_the_published_layers_bits_and_parameters(
+    composed, experiment, layers, bits, millions, millions_in_heads
+):
     config = composed(f"experiment={experiment}")
     with torch.device("meta"):
         network = instantiate(config.model.decoder)

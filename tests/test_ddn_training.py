@@ -113,7 +113,9 @@ def test_micro_batches_make_the_step_of_the_whole_batch(composed, clip):
     for state, outputs in others:
         assert torch.equal(state["tally"][0], whole["tally"][0])
         for name, value in whole.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}"
+            )
         for ours, theirs in zip(outputs, logged, strict=True):
             assert ours.keys() == theirs.keys()
             for key in theirs:
@@ -137,7 +139,9 @@ def test_clipping_scales_the_whole_gradient_to_the_norm(composed):
 def test_the_learning_rate_is_a_function_of_the_images_seen(composed):
     module, data = built(composed(*SMALL, "model.schedule.warmup_kimg=0.024"))
     seen = []
-    fit(module, data, 4, Watching(after=lambda m, _: seen.append(m.named_optimizers()["decoder"].param_groups[0]["lr"])))
+    fit(
+        module, data, 4, Watching(after=lambda m, _: seen.append(m.named_optimizers()["decoder"].param_groups[0]["lr"]))
+    )
     schedule = Schedule(warmup_kimg=0.024, decay="cosine", schedule_kimg=0.12)
     assert seen == [schedule.rate(1e-3, images) for images in (0, 12, 24, 36)]
     assert seen[0] == 0 < seen[1] < seen[2] > seen[3]
@@ -153,7 +157,12 @@ def test_the_loss_is_the_mean_of_the_layers(composed):
 
 
 def test_global_generators_stay_untouched_by_a_whole_run(composed):
-    config = composed(*SMALL, "callbacks=[budget,ema,metrics,pictures,checkpoint]", "val_every_kimg=0.06", "+trainer.limit_val_batches=1")
+    config = composed(
+        *SMALL,
+        "callbacks=[budget,ema,metrics,pictures,checkpoint]",
+        "val_every_kimg=0.06",
+        "+trainer.limit_val_batches=1",
+    )
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
     train(config)
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -325,7 +334,9 @@ def test_without_a_halflife_nothing_is_forgotten(composed):
 
 
 def test_accumulated_losses_are_the_sums_of_the_distances(composed):
-    module, data = built(composed(*SMALL, "model.halflife_kimg=null", "model.min_evidence=1000", "model.decoder.chain_dropout=0"))
+    module, data = built(
+        composed(*SMALL, "model.halflife_kimg=null", "model.min_evidence=1000", "model.decoder.chain_dropout=0")
+    )
     expected = torch.zeros(6, 5, dtype=torch.float64)
 
     def add(module, batch):
@@ -619,8 +630,14 @@ def test_averages_are_swapped_in_for_the_whole_validation_and_never_saved_as_wei
     for n, folder in enumerate(saved, 1):
         state = canonical.read(folder)
         assert float(state["weights"]["network.weight"]) == n
-        assert float(state["callbacks"]["EMA"]["averages"]["network.weight"]) == pytest.approx(average_of_ramp(n, lambda t: 0.5))
-    assert canonical.read_best(tmp_path / "checkpoints") == {"checkpoint": "000000000024", "value": -24, "val/score": -24}
+        assert float(state["callbacks"]["EMA"]["averages"]["network.weight"]) == pytest.approx(
+            average_of_ramp(n, lambda t: 0.5)
+        )
+    assert canonical.read_best(tmp_path / "checkpoints") == {
+        "checkpoint": "000000000024",
+        "value": -24,
+        "val/score": -24,
+    }
 
 
 def test_averages_continue_from_a_checkpoint(tmp_path):
@@ -676,7 +693,12 @@ def test_the_best_stays_whatever_comes_after(tmp_path):
     saving = Checkpoint(str(tmp_path), every_kimg=0.004, keep=1, metric=["val/a", "val/b"])
     fit(Ramp(), four(), 6, saving, Scored([3.0, 1.0, 2.0]), val_every=2)
     assert saved_at(tmp_path) == [4, 6]
-    assert canonical.read_best(tmp_path / "checkpoints") == {"checkpoint": "000000000016", "value": 1.0, "val/b": 1.0, "val/c": 0.0}
+    assert canonical.read_best(tmp_path / "checkpoints") == {
+        "checkpoint": "000000000016",
+        "value": 1.0,
+        "val/b": 1.0,
+        "val/c": 0.0,
+    }
 
 
 def test_what_was_best_once_does_not_stay_when_the_last_is_better(tmp_path):
@@ -702,7 +724,13 @@ def test_a_run_continues_from_the_newest_that_verifies_and_says_which_does_not(t
     (tmp_path / "checkpoints" / "000000000016" / "state.pt").write_bytes(b"torn")
     (tmp_path / "checkpoints" / "000000000020.tmp").mkdir()
     seen = []
-    fit(Ramp(), four(), 5, Checkpoint(str(tmp_path), every_kimg=0.008, keep=9), Watching(lambda m, b: seen.append(b.first)))
+    fit(
+        Ramp(),
+        four(),
+        5,
+        Checkpoint(str(tmp_path), every_kimg=0.008, keep=9),
+        Watching(lambda m, b: seen.append(b.first)),
+    )
     assert seen == [8, 12, 16]
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("checkpoint 000000000016 is not used: state.pt has 4 bytes")
@@ -763,7 +791,9 @@ def test_the_metrics_log_is_cut_back_to_the_checkpoint(tmp_path):
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("5,0.02,train/ramp,5.0\n6,0.024,train/ra")  # from after the checkpoint, the last of them torn
     fit(Ramp(), four(), 5, Metrics(every_kimg=0.004), saving, logger=MetricsLog(str(tmp_path)))
-    ramps = [(int(batch), float(value)) for batch, _, metric, value in read_rows(tmp_path)[1:] if metric == "train/ramp"]
+    ramps = [
+        (int(batch), float(value)) for batch, _, metric, value in read_rows(tmp_path)[1:] if metric == "train/ramp"
+    ]
     assert ramps == [(n, n) for n in range(1, 6)]
 
 

@@ -20,6 +20,7 @@ class Wandb(WandbLogger):
         quiet = {"silent": mode != "online", "console": "off"}
         given = dict(id=name, mode=mode, resume="allow", settings=quiet)
         super().__init__(name=name, save_dir=folder, **given, **options)
+        self._wandb_init.pop("anonymous", None)  # which Lightning passes and W&B no longer knows
 
     def about_run(self, config: dict, stamp: dict) -> None:
         """The configuration goes with the run (KnowsRun)."""

@@ -133,22 +133,28 @@ class DDN(Module):
         uniform = noise.uniform(purpose, len(self.leaves))
         return (uniform * self.leaves).long()
 
-    def _tree(self, branches: int = 4, levels: int = 3) -> Tensor:
-        """The most chosen leaves of the first levels, level below level, and a whole image grown from each branch."""
-        levels = min(levels, len(self.leaves))
-        branches = min(branches, int(self.leaves.min()))
-        likely = self.tally[0, :levels].topk(branches, 1).indices  # (levels, branches)
-        paths = torch.cartesian_prod(*likely).view(-1, levels)
-        rest = self._random_codes(Noise(self.seed, torch.zeros(1, dtype=torch.int64), self.device), "tree")
-        codes = torch.cat([paths, rest[:, levels:].expand(len(paths), -1)], 1)
-        size, rows = self.decoder.resolution, []
-        for level in range(1, levels + 1):
-            nodes = self.decode(codes[:: branches ** (levels - level)], layers=level)
-            wide = nn.functional.interpolate(nodes, size=(size, size * branches ** (levels - level)))
-            rows.append(torch.cat(list(_bordered(wide)), 2))
-        rows.append(torch.cat(list(_bordered(self.decode(codes))), 2))
-        return torch.cat(rows, 1)
+    def _tree(self, levels: int = 4, cell: int = 64) -> Tensor:
+        """A binary tree of the first stages: siblings differ in the codes of one stage, and the bottom row shows the
+        whole images that grow from each branch when all later codes are the same."""
+        levels = min(levels, len(self.decoder.stage_ends))
+        leaves = torch.arange(2**levels)
+        labels = self.held_out[1][:1].expand(len(leaves))  # of one class, where the model has classes
+        codes = self._random_codes(Noise(self.seed, torch.zeros_like(leaves), self.device), "tree")
+        first, rows = 0, []
+        for level, end in enumerate(self.decoder.stage_ends[:levels]):
+            nodes = leaves >> (levels - level - 1)  # the branch that each leaf belongs to
+            codes[:, first:end] = self._random_codes(Noise(self.seed, nodes, self.device), f"tree/{level}")[
+                :, first:end
+            ]
+            apart = 2 ** (levels - level - 1)
+            rows.append(_row(self.decode(codes[::apart], labels[::apart], layers=end), cell, apart))
+            first = end
+        return torch.cat([*rows, _row(self.decode(codes, labels), cell, 1)], 1)
 
 
-def _bordered(images: Tensor) -> Tensor:
-    return nn.functional.pad(images[:, :, 1:-1, 1:-1], (1, 1, 1, 1), value=1.0)
+def _row(images: Tensor, cell: int, columns: int) -> Tensor:
+    """Images side by side, each in the middle of as many columns of the picture."""
+    large = nn.functional.interpolate(images, size=(cell - 4, cell - 4), mode="nearest")
+    side = (columns * cell - (cell - 4)) // 2
+    padded = nn.functional.pad(large, (side, columns * cell - (cell - 4) - side, 2, 2), value=1.0)
+    return torch.cat(list(padded), 2)

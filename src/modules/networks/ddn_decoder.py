@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from math import log2
 from typing import NamedTuple
 
@@ -106,6 +107,7 @@ class DDNDecoder(nn.Module):
                 self.blocks.append(Block(width_in, width, up=stage > 0 and number == 0))
                 self.heads.append(Head(k, channels, width // 2 if leak else width))
                 width_in = width
+        self.stage_ends = list(accumulate(blocks))  # layers up to the end of each stage
         self.register_buffer("origin", _origin(widths[0], start), persistent=False)
 
     @property
@@ -161,13 +163,15 @@ class DDNDecoder(nn.Module):
 
     def _walk(self, batch, choose, labels=None, target=None, layers=None) -> Iterator[tuple[Tensor, Tensor]]:
         """Layer after layer: the chosen image and the target at its size. `choose` names the leaf of each sample."""
+        if len(self.labels) and labels is None:
+            raise ValueError("this decoder is class-conditional: give it the labels (n,) of its images")
         features = self.origin.expand(batch, -1, -1, -1)
         image = leak = features.new_zeros(batch, self.channels, self.start, self.start)
         aim = None
         for layer, (block, head) in enumerate(zip(self.blocks[:layers], self.heads, strict=False)):
             extra = [image, features.new_zeros(batch, features.shape[1] - 2 * self.channels, *image.shape[2:]), leak]
             features = features + torch.cat([x.to(features.dtype) for x in extra], 1)
-            if str(layer) in self.labels and labels is not None:
+            if str(layer) in self.labels:
                 features = features + self.labels[str(layer)](labels)[:, :, None, None]
             features = block(features)
             size = features.shape[2:]
