@@ -18,8 +18,6 @@ train: install
 	$(RUN) train.py experiment=ddn_small $(ARGS)
 
 test: install
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest $(ARGS)
 
 quick: install

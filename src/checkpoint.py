@@ -44,13 +44,16 @@ def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         _sync(part)
-        if folder.exists():  # the same moment again: replaced only once the new one is whole
-            shutil.rmtree(folder)
+        if folder.exists() and fault(folder) is None:  # the same moment again: the same state, so what is there stays
+            shutil.rmtree(part)
+            return
+        shutil.rmtree(folder, ignore_errors=True)
         os.rename(part, folder)
         _sync(folder.parent)
-    except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
+    except (OSError, RuntimeError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise OSError(f"checkpoint {folder} could not be written ({error}); the older ones are untouched") from error
+        why = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides it in a RuntimeError
+        raise OSError(f"checkpoint {folder} could not be written ({why}); the older ones are untouched") from error
 
 
 def fault(folder: Path) -> str | None:
@@ -121,12 +124,14 @@ def load_optimizer(network: nn.Module, optimizer: Optimizer, state: dict[str, An
     if parameters.keys() != state.keys():
         differ = sorted(parameters.keys() ^ state.keys())[:3]
         raise ValueError(f"the checkpoint's optimizer state is of another network; first names that differ: {differ}")
+    on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    counting = {parameter for group in on_device for parameter in group["params"]}  # their step lies with the parameter
     for name, values in state.items():
         parameter = parameters[name]
-        move = {
-            k: v.to(parameter.device if v.dim() else v.device) if torch.is_tensor(v) else v for k, v in values.items()
+        optimizer.state[parameter] = {
+            k: v.to(parameter.device) if torch.is_tensor(v) and (v.dim() or parameter in counting) else v
+            for k, v in values.items()
         }
-        optimizer.state[parameter] = move
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:

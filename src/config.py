@@ -12,9 +12,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, InstantiationException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,7 @@ WATCHERS = (
     "distances",
     "pictures",
     "modes",
+    "stacked_modes",
     "progress",
     "checkpoint",
 )  # change no weight
@@ -44,12 +46,21 @@ def digest(*, _root_: DictConfig) -> str:
     config["callbacks"] = {k: v for k, v in (config.get("callbacks") or {}).items() if k not in WATCHERS}
     for group, key in (name.split(".") for name in ENGINEERING):
         config[group].pop(key, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:6]
+    return hashlib.sha256(json.dumps(_plain_numbers(config), sort_keys=True).encode()).hexdigest()[:6]
+
+
+def _plain_numbers(value):
+    """30.0 is 30."""
+    if isinstance(value, dict):
+        return {key: _plain_numbers(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(child) for child in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def batches(kimg: float, batch: int) -> int:
     """How many batches make `kimg` thousand images, at least one."""
-    return max(1, round(kimg * 1000 / batch))
+    return max(1, round(kimg * 1000 / max(1, batch)))
 
 
 OmegaConf.register_new_resolver("digest", digest, replace=True)
@@ -65,7 +76,11 @@ def code_stamp(overrides: list[str]) -> dict[str, str]:
     """What is needed to run this again, as file name -> text: overrides, commit, uncommitted changes, packages."""
 
     def git(*arguments: str) -> str:
-        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        try:
+            command = ["git", "-C", str(ROOT), *arguments]
+            found = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        except OSError:  # no git here
+            return ""
         return found.stdout if found.returncode == 0 else ""
 
     packages = sorted({f"{p.metadata['Name']}=={p.version}" for p in distributions()}, key=str.lower)
@@ -85,6 +100,7 @@ def entry(name: str) -> Callable:
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
         def composed(config: DictConfig) -> None:
             with _mistakes_in_a_sentence(name):
+                check_types(name)
                 OmegaConf.resolve(config)
                 OmegaConf.set_readonly(config, True)
                 main(config)
@@ -116,7 +132,7 @@ def sentence(error: BaseException, name: str) -> str:
         if isinstance(cause, ValueError):
             return str(cause)
         return f"{where or 'the configuration'} cannot be built: {cause}"
-    if isinstance(error, (ConfigCompositionException, OverrideParseException)):
+    if isinstance(error, HydraException):
         return _wrong_override(name) or _first_line(error)
     return _first_line(error)
 
@@ -132,7 +148,7 @@ def _wrong_override(name: str) -> str | None:
     for text in (a for a in sys.argv[1:] if not a.startswith("-")):
         try:
             override = OverridesParser.create().parse_override(text)
-        except OverrideParseException:
+        except HydraException:
             return f"'{text}' is not of the form key=value (quote values that hold spaces, commas or equal signs)"
         key, value = override.key_or_group, override.value()
         if key in groups:
@@ -147,37 +163,65 @@ def _wrong_override(name: str) -> str | None:
     return None
 
 
+def check_types(name: str) -> None:
+    """Raise ValueError where the command line gives a setting another type than its YAML does: a word for a number."""
+    changes = [OverridesParser.create().parse_override(a) for a in HydraConfig.get().overrides.task]
+    plain_changes = [o for o in changes if not (o.is_add() or o.is_delete() or o.is_force_add())]
+    if not plain_changes:
+        return
+    before = _chosen(name)
+    for key, value in ((o.key_or_group, o.value()) for o in plain_changes):
+        if (CONF / key).is_dir() or (isinstance(value, str) and "${" in value):
+            continue
+        default = OmegaConf.select(before, key, throw_on_resolution_failure=False)
+        if default is not None and value is not None and (asked := _kind(default)) not in ("text", _kind(value)):
+            raise ValueError(f"{key}={_shown(value)} must be {asked}, such as {_shown(default)}")
+
+
+def _kind(value) -> str:
+    if isinstance(value, (list, ListConfig)):
+        kinds = {_kind(v) for v in value}
+        return f"a list of {kinds.pop().removeprefix('a ')}s" if len(kinds) == 1 else "a list"
+    if isinstance(value, (dict, DictConfig)):
+        return "a group of settings"
+    return "true or false" if isinstance(value, bool) else "a number" if isinstance(value, (int, float)) else "text"
+
+
+def _shown(value) -> str:
+    text = json.dumps(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+    return text.replace('"', "").replace(" ", "")
+
+
 def _known_keys(name: str) -> list[str]:
     """Every key of the configuration that the command line's valid group choices compose."""
+    return list(_keys(OmegaConf.to_container(_chosen(name), resolve=False)))
+
+
+def _chosen(name: str) -> DictConfig:
+    """The configuration that the command line's valid group choices compose, without its other settings."""
     groups = {p.name for p in CONF.iterdir() if p.is_dir()}
     choices = [a for a in sys.argv[1:] if a.partition("=")[0] in groups]
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     GlobalHydra.instance().clear()
-    keys: list[str] = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            config = compose(name, choices)
+            return compose(name, choices)
         except HydraException:
-            config = compose(name)
-    _collect(config, "", keys)
-    return keys
+            return compose(name)
 
 
-def _collect(node: DictConfig, prefix: str, keys: list[str]) -> None:
-    for key in node:
-        path = f"{prefix}{key}"
-        keys.append(path)
-        child = OmegaConf.to_container(node, resolve=False)[key]
+def _keys(node: dict, prefix: str = "") -> Iterator[str]:
+    for key, child in node.items():
+        yield f"{prefix}{key}"
         if isinstance(child, dict):
-            _collect(OmegaConf.create(child), f"{path}.", keys)
+            yield from _keys(child, f"{prefix}{key}.")
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    near = get_close_matches(word, names, n=3, cutoff=0.5)
-    if not near:
-        near = [n for n in names if n.split(".")[-1] == word.split(".")[-1]][:3]
+    same = [n for n in names if n.rpartition(".")[2] == word.rpartition(".")[2]]
+    near = list(dict.fromkeys([*same, *get_close_matches(word, names, n=3, cutoff=0.5)]))[:3]
     if not near and len(names) > 12:
         return "`--cfg job` shows all of it"
     return f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(names)}"

@@ -29,7 +29,7 @@ def summary(folder: Path) -> str:
             "Next:",
             f"  .venv/bin/python sample.py run={folder}    # more samples",
             f"  .venv/bin/python evaluate.py run={folder}  # its distances, with more images",
-            "  .venv/bin/python train.py seed=1  # the same again; any changed setting has a folder of its own",
+            '  make train ARGS="seed=1"  # once more from another seed; any changed setting has a folder of its own',
         ]
     )
 
@@ -40,5 +40,6 @@ def read_log(folder: Path) -> dict[str, list[tuple[float, float]]]:
     if (path := folder / "metrics.csv").exists():
         for line in path.read_text().splitlines()[1:]:
             _, kimg, metric, value = line.split(",")
-            found.setdefault(metric, []).append((float(kimg), float(value)))
+            if kimg:
+                found.setdefault(metric, []).append((float(kimg), float(value)))
     return found

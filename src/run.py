@@ -73,6 +73,8 @@ def sample(config: DictConfig) -> None:
     model, state, source = load(config.run, config.checkpoint)
     known = OmegaConf.create(state["config"])
     labels = config.label
+    if labels is not None and not any(getattr(net, "classes", 0) for net in model.parallel_networks().values()):
+        raise ValueError(f"label={labels} cannot be asked for: {known.name} was trained without labels")
     if labels is not None and not 0 <= labels < known.data.classes:
         raise ValueError(f"label={labels} is none of the {known.data.classes} classes of {known.name}")
     numbers = torch.arange(config.first, config.first + config.num)
@@ -206,6 +208,9 @@ def _trainer(config: DictConfig):
 
 
 def _check(config: DictConfig) -> None:
+    for key in ("batch", "seed", "micro_batch"):
+        if config[key] is not None and type(config[key]) is not int:
+            raise ValueError(f"{key}={config[key]} must be a whole number")
     if config.trainer.precision not in PRECISIONS:
         raise ValueError(
             f"trainer.precision={config.trainer.precision} is not supported, since networks that take turns cannot "

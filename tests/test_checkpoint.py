@@ -60,7 +60,7 @@ def full_disk(tmp_path):
 
 def _opening_on_a_full_disk(room: int):
     def opened(path, mode="r", *rest, **options):
-        file = open(path, mode, *rest, **options)
+        file = open(path, mode, *rest, **options)  # noqa: SIM115
         if "w" not in mode:
             return file
 
@@ -185,7 +185,7 @@ def test_a_left_over_of_a_killed_writer_is_no_checkpoint(tmp_path):
 def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_else(full_disk, room_for_state):
     (older,) = written(full_disk, 8)
     texts = {"dirty.patch": "x" * 2**21} if room_for_state else {}
-    with pytest.raises(OSError, match="000000000016.*No space left on device"):
+    with pytest.raises(OSError, match=r"000000000016.*No space left on device"):
         canonical.write(canonical.folder_of(full_disk, 16), a_state(16, 1000 if room_for_state else 2**19), texts)
     assert list(full_disk.iterdir()) == [older]
     assert canonical.newest(full_disk) == (older, [])

@@ -343,7 +343,7 @@ def test_images_without_sub_folders_all_have_label_zero(tmp_path):
 def test_more_sub_folders_than_classes_are_refused(classes, tmp_path):
     """A class-conditional network has embeddings for data.classes labels only."""
     paint(classes / "cats" / "a.png", (250, 250, 250))
-    with pytest.raises(ValueError, match="3.*data.classes=2"):
+    with pytest.raises(ValueError, match=r"3.*data\.classes=2"):
         folder(classes, tmp_path, classes=2)
 
 
@@ -430,9 +430,9 @@ def test_folders_without_readable_images_say_so(tmp_path):
 
 
 def test_wrong_settings_of_a_folder_name_the_right_ones(tmp_path):
-    with pytest.raises(ValueError, match="data.path is not set; name the folder of images with data.path="):
+    with pytest.raises(ValueError, match=r"data\.path is not set; name the folder of images with data\.path="):
         Folder(None, 1, str(tmp_path), channels=3, resolution=4, classes=0, batch=2, seed=0)
-    with pytest.raises(ValueError, match="data.unreadable=ignore is unknown; it may be error or skip"):
+    with pytest.raises(ValueError, match=r"data\.unreadable=ignore is unknown; it may be error or skip"):
         folder(tmp_path, tmp_path, unreadable="ignore")
 
 
@@ -484,7 +484,7 @@ def test_symbolic_links_to_folders_are_followed(classes, tmp_path):
 
 
 def write_idx(path, array):
-    """The format of MNIST: two zeros, the type (8: unsigned bytes), the number of dimensions, big-endian sizes, data."""
+    """The format of MNIST: two zeros, the type (8: unsigned bytes), the dimensions, their sizes (big-endian), data."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes())
 
@@ -513,7 +513,7 @@ def test_idx_files_that_are_cut_off_are_not_whole(composed, tmp_path):
     digits(tmp_path / "data", "MNIST", "train", 12, first=0)
     digits(tmp_path / "data", "MNIST", "t10k", 5, first=100)
     damage(tmp_path / "data" / "MNIST" / "raw" / "t10k-images-idx3-ubyte")
-    with pytest.raises(ValueError, match="MNIST is not in .*, or not whole"):
+    with pytest.raises(ValueError, match=r"MNIST is not in .*, or not whole"):
         instantiate(composed("data=mnist").data).setup()
 
 
@@ -538,5 +538,5 @@ def test_missing_torchvision_sets_say_what_to_put_where(composed, tmp_path, choi
 
 
 def test_other_sets_of_torchvision_have_no_reader():
-    with pytest.raises(ValueError, match="data.name=SVHN has no reader; there is FashionMNIST, MNIST, CIFAR10"):
+    with pytest.raises(ValueError, match=r"data\.name=SVHN has no reader; there is FashionMNIST, MNIST, CIFAR10"):
         TorchVision("SVHN", "data", channels=3, resolution=32, classes=10, batch=2, seed=0)

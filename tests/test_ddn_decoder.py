@@ -295,6 +295,13 @@ def test_labels_come_in_where_a_stage_begins():
     }
 
 
+def test_a_decoder_with_classes_asks_for_labels():
+    network = decoder(classes=4)
+    for use in (network.encode, lambda x: network.decode(random_codes(network)), lambda x: list(network(x))):
+        with pytest.raises(ValueError, match="labels"):
+            use(images())
+
+
 def test_without_classes_there_are_no_embeddings_and_labels_do_nothing():
     network = decoder(classes=0)
     assert len(network.labels) == 0

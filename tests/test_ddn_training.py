@@ -1,4 +1,4 @@
-"""Training a DDN: micro-batches, Split-and-Prune inside the module, statistics, samples; averages and metrics over it."""
+"""Training a DDN: steps, Split-and-Prune inside the module, statistics, samples; and the callbacks that go along."""
 
 import random
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from conftest import TINY
 from hydra.utils import instantiate
 from torch import nn
 
@@ -26,10 +27,9 @@ from src.schedule import Schedule
 
 BATCH = 12
 SMALL = [
+    *TINY,
     "data=emoji32",
     "logger=[csv]",
-    "model.decoder.blocks=[1,1,1,1,1,1]",
-    "model.decoder.widths=[8,8,8,8,8,8]",
     "model.decoder.leaves=[4,3,4,5,4,4]",
     "model.min_evidence=3",
     f"batch={BATCH}",
@@ -269,7 +269,7 @@ def test_moments_and_averages_follow_the_rows(watched, follower):
 
 def test_other_rows_keep_their_averages(watched):
     """With weights that stay, averages approach them by the half-life alone."""
-    module, steps = watched
+    _, steps = watched
     weight = 1 - 0.5 ** (BATCH / 20)
     for step in steps:
         moved = {(layer, target) for layer, _, target in step.splits}
@@ -484,18 +484,24 @@ def test_reconstructions_stand_below_their_images(conditional):
         torch.testing.assert_close(tile(row, column), rebuilt[number], rtol=1e-4, atol=1e-4)
 
 
-def test_the_tree_shows_the_most_chosen_leaves_and_whole_images(conditional):
-    module, _ = conditional
+def test_the_tree_branches_level_by_level_down_to_whole_images(conditional):
+    """Its cells are 64 pixels wide; an image stands in the middle of the columns of its branch, on white."""
+    module, data = conditional
+    module.validation_step(data.on_after_batch_transfer(next(iter(data.val_dataloader())), 0), 0)
     tree = module.pictures()["tree"]
-    branches = 3  # the fewest leaves of a layer
-    assert tree.shape == (3, 4 * 32, 32 * branches**3)
-    likely = module.tally[0, 0].topk(branches).indices
-    nodes = module.decode(likely[:, None], layers=1)[:, :, 0, 0]
-    wide = 32 * branches**2
-    for number in range(branches):
-        inside = tree[:, 1:31, number * wide + 1 : (number + 1) * wide - 1]
-        torch.testing.assert_close(inside, nodes[number][:, None, None].expand_as(inside), rtol=1e-4, atol=1e-4)
-    assert (tree[:, 0] == 1).all() and (tree[:, :, 0] == 1).all()
+    levels = tree.shape[1] // 64 - 1
+    assert levels >= 2 and tree.shape == (3, 64 * (levels + 1), 64 * 2**levels)
+    for level in range(levels + 1):
+        count = 2 ** min(level + 1, levels)
+        row, wide = tree[:, 64 * level : 64 * (level + 1)], 64 * 2**levels // count
+        cells = [
+            row[:, 2:62, wide * number + wide // 2 - 30 : wide * number + wide // 2 + 30] for number in range(count)
+        ]
+        assert len({cell.numpy().tobytes() for cell in cells}) == count  # siblings differ
+        assert (row[:, :2] == 1).all() and (row[:, 62:] == 1).all()
+        assert (row[:, :, ::wide] == 1).all() and (row[:, :, wide - 1 :: wide] == 1).all()
+        edges = torch.stack([(cell[:, :, 1:] - cell[:, :, :-1]).abs().sum() for cell in cells])
+        assert (edges.max() == 0) == (level == 0)  # of one pixel at first, whole images in the end
 
 
 # Callbacks over a network whose weight is the number of the batch
@@ -715,7 +721,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
 
 
 def test_at_least_one_checkpoint_has_to_stay():
-    with pytest.raises(ValueError, match="callbacks.checkpoint.keep=0"):
+    with pytest.raises(ValueError, match=r"callbacks\.checkpoint\.keep=0"):
         Checkpoint("run", every_kimg=1, keep=0)
 
 
@@ -751,10 +757,9 @@ def test_metrics_are_averages_since_the_last_time_with_one_for_each_layer(tmp_pa
     header, *rows = read_rows(tmp_path)
     assert header == ["batch", "kimg", "metric", "value"]
     found = {(int(batch), metric): float(value) for batch, _, metric, value in rows if metric != "train/rare"}
-    assert found == {
-        (3, "train/ramp"): 2, (3, "train/each/00"): 1, (3, "train/each/01"): 2, (3, "train/lr_network"): pytest.approx(0.1),
-        (6, "train/ramp"): 5, (6, "train/each/00"): 1, (6, "train/each/01"): 2, (6, "train/lr_network"): pytest.approx(0.1),
-    }  # fmt: skip
+    constant = {"train/each/00": 1, "train/each/01": 2, "train/lr_network": 0.1}
+    expected = {(batch, metric): value for batch in (3, 6) for metric, value in constant.items()}
+    assert found == pytest.approx(expected | {(3, "train/ramp"): 2, (6, "train/ramp"): 5})
     assert {kimg for _, kimg, _, _ in rows} == {"0.012", "0.024"}
 
 

@@ -3,6 +3,7 @@
 import shutil
 import signal
 import time
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -71,11 +72,12 @@ class Checkpoint(LastInLine):
     def on_validation_end(self, trainer, module):
         value, metrics = self._value(trainer), self._metrics(trainer)
         best = canonical.read_best(self.folder)
-        if value is not None and (best is None or value < best["value"]):
+        if value is not None and isfinite(value) and (best is None or value < best["value"]):
             self._save(trainer, module)
             if trainer.is_global_zero:
                 name = canonical.folder_of(self.folder, module.images_seen).name
                 canonical.write_best(self.folder, {"checkpoint": name, "value": value, **metrics})
+                self._prune(module.images_seen)  # what was the best until now
 
     def on_train_end(self, trainer, module):
         if module.images_seen > self.saved:

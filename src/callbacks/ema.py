@@ -36,6 +36,10 @@ class EMA(Callback):
             )
         if decay and not 0 < decay < 1:
             raise ValueError(f"callbacks.ema.decay={decay} must lie between 0 and 1")
+        if halflife_kimg and halflife_kimg < 0:
+            raise ValueError(f"callbacks.ema.halflife_kimg={halflife_kimg} must be greater than 0")
+        if power and power <= -1:
+            raise ValueError(f"callbacks.ema.power={power} must be greater than -1")
         self.halflife_kimg, self.decay, self.power, self.rampup = halflife_kimg, decay, power, rampup
         self.averages: dict[str, Tensor] = {}
         self.swapped = False

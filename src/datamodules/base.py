@@ -110,6 +110,7 @@ class ImageData(LightningDataModule):
         self.held_out = Images(*held_out, None, self.padding)
         for images in (self.train, self.held_out):
             self._check(images)
+            self._check_labels(images)
         sample = self.train.images[:: max(1, len(self.train) // 1000)]
         facts = f"{self.train.images.shape} {self.padding} {hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()}"
         self.identity = hashlib.sha256(facts.encode()).hexdigest()[:12]
@@ -155,10 +156,17 @@ class ImageData(LightningDataModule):
             images,
             sampler=shares,
             batch_size=None,
-            collate_fn=lambda batch: batch,
+            collate_fn=_as_it_is,
             num_workers=self.workers,
+            generator=torch.Generator(),  # its seed for workers would come from the global one
             pin_memory=torch.cuda.is_available(),
         )
+
+    def _check_labels(self, images: Images) -> None:
+        if self.classes and (found := int(images.labels.max()) + 1) > self.classes:
+            raise ValueError(
+                f"the images have {found} classes, but data.classes={self.classes}; set data.classes={found}"
+            )
 
     def _check(self, images: Images) -> None:
         if len(images) == 0:
@@ -170,3 +178,7 @@ class ImageData(LightningDataModule):
                 f"the images are {c} x {h} x {w}, but data.channels={self.channels}, data.resolution={self.resolution} "
                 f"and data.padding={self.padding} ask for {shape[0]} x {shape[1]} x {shape[2]}"
             )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

@@ -63,7 +63,8 @@ class Folder(ImageData):
     def _files(self) -> list[Path]:
         if not self.path.is_dir():
             raise ValueError(f"data.path={self.path} is not a folder")
-        found = [p for p in self.path.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file()]
+        walked = (Path(parent) / name for parent, _, names in os.walk(self.path, followlinks=True) for name in names)
+        found = [p for p in walked if p.suffix.lower() in ENDINGS and p.is_file()]
         if not found:
             raise ValueError(f"{self.path} holds no images (looked for {', '.join(sorted(ENDINGS))})")
         return sorted(found, key=lambda p: hashlib.sha256(str(p.relative_to(self.path)).encode()).digest())
@@ -81,6 +82,9 @@ class Folder(ImageData):
         size = self.resolution - 2 * self.padding
         try:
             with Image.open(file) as image:
+                image = ImageOps.exif_transpose(image)
+                if image.mode.startswith("I;16"):  # Pillow would cut it off at 255
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 image = image.convert("RGBA" if image.has_transparency_data else "RGB")
                 if image.mode == "RGBA":  # on white
                     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -24,12 +24,12 @@ class MetricsLog(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics, step=None):
-        kimg = metrics.get("progress/kimg", "")
+        kimg = f"{metrics['progress/kimg']:g}" if "progress/kimg" in metrics else ""
         fresh = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
             file.write(HEADER if fresh else "")
-            file.writelines(f"{step},{kimg:g},{k},{v!r}\n" for k, v in metrics.items() if k != "progress/kimg")
+            file.writelines(f"{step},{kimg},{k},{v!r}\n" for k, v in metrics.items() if k != "progress/kimg")
 
     @rank_zero_only
     def log_hyperparams(self, *args, **kwargs):

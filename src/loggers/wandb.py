@@ -43,7 +43,8 @@ class Wandb(WandbLogger):
     def log_image(self, key, images, step=None, **kwargs):
         import wandb
 
-        pictures = [wandb.Image(image.permute(1, 2, 0).clamp(0, 1).cpu().numpy()) for image in images]
+        bytes_ = [(image.permute(1, 2, 0).clamp(0, 1) * 255).round().byte() for image in images]  # it takes 0..255 only
+        pictures = [wandb.Image(image.cpu().numpy()) for image in bytes_]
         self.experiment.log({key: pictures}, step=step)
 
     @rank_zero_only

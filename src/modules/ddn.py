@@ -42,7 +42,7 @@ class DDN(Module):
         self.halflife_kimg, self.min_evidence = halflife_kimg, min_evidence
         leaves = torch.tensor(decoder.leaves)
         self.register_buffer("leaves", leaves, persistent=False)  # (layers,)
-        self.register_buffer("tally", torch.zeros(2, len(leaves), int(leaves.max()), dtype=torch.float64))
+        self.register_buffer("tally", torch.zeros(2, len(leaves), max(decoder.leaves), dtype=torch.float64))
         self.held_out: tuple[Tensor, Tensor] | None = None  # images and labels that are reconstructed for a look
 
     def parallel_networks(self) -> dict[str, nn.Module]:

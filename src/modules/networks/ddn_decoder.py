@@ -96,7 +96,7 @@ class DDNDecoder(nn.Module):
         super().__init__()
         _check(channels, resolution, blocks, widths, leaves, start, chain_dropout)
         self.channels, self.resolution, self.start = channels, resolution, start
-        self.leak, self.residual, self.chain_dropout = leak, residual, chain_dropout
+        self.leak, self.residual, self.chain_dropout, self.classes = leak, residual, chain_dropout, classes
         self.distance_fn, self.loss_fn = distance_fn, loss_fn or F.mse_loss
         self.blocks, self.heads, self.labels = nn.ModuleList(), nn.ModuleList(), nn.ModuleDict()
         width_in = widths[0]

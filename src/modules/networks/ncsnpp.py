@@ -189,7 +189,7 @@ class NCSNpp(nn.Module):
         pyramid_type = pyramids[progressive_input]
         widths = [width * multiplier for multiplier in multipliers]
         t_width, last = 4 * width, len(widths) - 1
-        self.z_dim, self.shape = z_dim, (channels, resolution, resolution)
+        self.z_dim, self.shape, self.classes = z_dim, (channels, resolution, resolution), classes
 
         def residual(inputs: int, outputs: int, resample: str = "") -> ResidualBlock:
             return ResidualBlock(inputs, outputs, t_width, z_width, resample)
