@@ -27,10 +27,10 @@ class Classifier(nn.Module):
         return self.layers(images.float() / 127.5 - 1)
 
 
-def trained_classifier(images: Tensor, labels: Tensor, cache: Path, passes: int = 4, seed: int = 0) -> Classifier:
+def trained_classifier(images: Tensor, labels: Tensor, cache: Path, passes: int = 6, seed: int = 0) -> Classifier:
     """A classifier of images uint8 (n, 1, h, w) with labels (n,), from the cache or trained into it."""
-    network, batch = None, 64
-    facts = f"{tuple(images.shape)} {passes} {seed} " + hashlib.sha256(images[::50].numpy().tobytes()).hexdigest()
+    facts = f"{tuple(images.shape)} {passes} {seed} {labels.tolist()} "
+    facts += hashlib.sha256(images[::50].numpy().tobytes()).hexdigest()
     path = cache / f"classifier-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -41,7 +41,7 @@ def trained_classifier(images: Tensor, labels: Tensor, cache: Path, passes: int 
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     rows = torch.cat([order(seed, passing, len(images)) for passing in range(passes)])
     with torch.enable_grad():
-        for row in track(rows.split(batch), "Training the classifier of modes"):
+        for row in track(rows.split(64), "Training the classifier of modes"):
             optimizer.zero_grad()
             F.cross_entropy(network(images[row]), labels[row]).backward()
             optimizer.step()

@@ -4,9 +4,14 @@ import os
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
-from torchvision.io import encode_png
 from torchvision.utils import make_grid
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 where it is that; what losses are computed in, also under autocast."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -23,5 +28,6 @@ def write_png(path: Path, picture: Tensor) -> None:
     """Write a picture (1 or 3, h, w) in [-1, 1]; a file of that name is replaced whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_bytes(encode_png(to_uint8(picture).cpu().contiguous()).numpy().tobytes())
+    pixels = to_uint8(picture).cpu().permute(1, 2, 0).squeeze(2).numpy()
+    Image.fromarray(pixels).save(part, "png")
     os.replace(part, path)

@@ -34,5 +34,6 @@ class Schedule:
         """The learning rate of the batch that starts after `images` images, where `initial` is the optimizer's own."""
         kimg, rate = images / 1000, initial
         if self.decay == "cosine":
-            rate = self.floor + (initial - self.floor) * (1 + cos(pi * min(1.0, kimg / self.schedule_kimg))) / 2
+            floor = min(self.floor, initial)
+            rate = floor + (initial - floor) * (1 + cos(pi * min(1.0, kimg / self.schedule_kimg))) / 2
         return rate * min(1.0, kimg / self.warmup_kimg) if self.warmup_kimg else rate

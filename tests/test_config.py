@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from src.config import CONF, ROOT, code_stamp, plain
+from src.config import CONF, ROOT, check_types, code_stamp, plain
 
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
 SEVERAL = ("callbacks", "logger")  # groups of which one chooses a list
@@ -334,6 +334,23 @@ def test_a_value_of_the_wrong_type_is_told_with_its_key(mistake, override):
     key, value = override.split("=")
     assert key in said and value in said
     assert "interpolation" not in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch=8", "seed=3", "total_kimg=0.5", "schedule_kimg=1e1", "micro_batch=null"],
+        ["model=ddgan", "model.generator.attention=[]", "model.generator.multipliers=[1,2]"],
+        ["model.decoder.loss_fn={_target_: src.discrete.charbonnier, _partial_: true, softness: 0.1}"],
+        ["model.decoder.classes=${data.classes}", "callbacks.progress.shown=[]", "metric=[val/fid]"],
+        ["callbacks=[budget,ema]", "callbacks.ema.halflife_kimg=null", "callbacks.ema.decay=0.999", "logger=[]"],
+        ["data=folder", "data.path=/some/where", "data.unreadable=skip", "+trainer.limit_val_batches=1", "~logger.csv"],
+    ],
+)
+def test_settings_of_the_right_type_are_taken(composed, monkeypatch, overrides):
+    composed(*overrides)
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    check_types("train")
 
 
 @pytest.mark.parametrize(

@@ -148,5 +148,5 @@ def test_checkpoints_with_a_prefix_and_misfits(golden):
     for part in ["all_modules.2.bias is missing", "z_transform.1.weight has shape (3, 5)", "extra is unknown"]:
         assert part in str(error.value)
 
-    with pytest.raises(ValueError, match="all_modules.0.weight is unknown"):
+    with pytest.raises(ValueError, match=r"all_modules\.0\.weight is unknown"):
         discriminator_state(dict(golden.discriminator_state) | golden.generator_state, golden.discriminator)

@@ -536,12 +536,12 @@ class Surprise:
 
 def test_nothing_else_is_unpickled(published_model, golden, tmp_path, capsys):
     torch.save(published_content(golden) | {"more": Surprise()}, tmp_path / "content.pth")
-    with pytest.raises(ValueError, match="is no checkpoint of the published DDGAN"):
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint of the published DDGAN"):
         published_model.published_state(str(tmp_path / "content.pth"))
     assert "surprise" not in capsys.readouterr().out
     (tmp_path / "text.pth").write_text("no checkpoint at all")
     for name in ("text.pth", "missing.pth"):
-        with pytest.raises(ValueError, match=f"{name} is no checkpoint of the published DDGAN"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read as a checkpoint of the published DDGAN"):
             published_model.published_state(str(tmp_path / name))
 
 

@@ -6,6 +6,8 @@ import torch
 from lightning import Callback
 from torch import Tensor
 
+from src.images import at_least_float32
+
 
 class LazyR1(Callback):
     """Exact R1 (Mescheder et al. 2018) every `interval` batches, the first included: gamma/2 E |grad_x D(x)|^2.
@@ -35,6 +37,6 @@ class LazyR1(Callback):
         if not self.due:
             return None
         with torch.autocast(real.device.type, enabled=False):
-            real = real.detach().float().requires_grad_(True)
+            real = at_least_float32(real.detach()).requires_grad_(True)
             (gradient,) = torch.autograd.grad(critic(real).sum(), real, create_graph=True)
             return self.weight * gradient.square().flatten(1).sum(1).mean()

@@ -100,7 +100,6 @@ class Module(LightningModule):
         optimizer = self.named_optimizers()[name]
         for group in optimizer.param_groups:
             group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen)
-        optimizer.zero_grad(set_to_none=True)
         parts = list(self._micro_batches(batch))
         logged: dict[str, Tensor] = {}
         with self.hold_parameters(name):
@@ -117,6 +116,7 @@ class Module(LightningModule):
         if self.clip_norm is not None:
             clip_grads_with_norm_(self.parallel_networks()[name].parameters(), self.clip_norm, norm)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # no gradient outlives its turn
         return logged
 
     def require_finite(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.diffusion import Diffusion
+from src.images import at_least_float32
 from src.modules.base import Module
 from src.modules.networks.reference_names import published_state
 from src.noise import Noise
@@ -89,7 +90,7 @@ class DDGAN(Module):
         seen: list[Tensor] = []
 
         def critic(x: Tensor) -> Tensor:
-            seen.append(self.discriminator(x, t, x_next, part.labels).float())
+            seen.append(at_least_float32(self.discriminator(x, t, x_next, part.labels)))
             return seen[-1]
 
         terms = {}
@@ -110,7 +111,7 @@ class DDGAN(Module):
             noise = self.noise(part)
             t, _, x_next = self._pair(part.images, noise, "generator")
             x_fake = self._fake(x_next, t, noise, "generator", part.labels)
-        loss = F.softplus(-self.discriminator(x_fake, t, x_next, part.labels).float()).mean()
+        loss = F.softplus(-at_least_float32(self.discriminator(x_fake, t, x_next, part.labels))).mean()
         return loss, {"train/loss_generator": loss}
 
     def _pair(self, images: Tensor, noise: Noise, turn: str) -> tuple[Tensor, Tensor, Tensor]:

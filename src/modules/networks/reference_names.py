@@ -102,8 +102,15 @@ def published_state(path: str, generator: NCSNpp, discriminator: Discriminator, 
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is no checkpoint of the published DDGAN: {error}") from error
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint of the published DDGAN ({type(error).__name__}); give a content.pth or"
+            f" a netG_*.pth that holds tensors, plain containers and an argparse.Namespace only"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, not a content.pth or netG_*.pth of the published DDGAN"
+        )
     if "netG_dict" not in content:
         averages = _prefixed("generator", generator_state(content, generator))
         return _canonical(fresh | averages, averages, {}, 0, 0)
