@@ -62,7 +62,7 @@ class Inception(Extractor):
         super().__init__()
         from torchmetrics.image.fid import NoTrainInceptionV3
 
-        self.network = NoTrainInceptionV3(self.name, ["2048"], str(path))
+        self.network = NoTrainInceptionV3(self.name, ["2048"], str(path), antialias=False)  # resizes as published
         self.eval().requires_grad_(False)
 
     def metric(self, kind: str) -> str:

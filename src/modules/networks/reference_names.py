@@ -104,8 +104,8 @@ def published_state(path: str, generator: NCSNpp, discriminator: Discriminator, 
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(
-            f"{path} cannot be read as a checkpoint of the published DDGAN ({type(error).__name__}); give a content.pth "
-            f"or netG_*.pth that holds tensors, plain containers and an argparse.Namespace only"
+            f"{path} cannot be read as a checkpoint of the published DDGAN ({type(error).__name__}); give a "
+            f"content.pth or netG_*.pth of tensors, plain containers and an argparse.Namespace only"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
