@@ -19,7 +19,7 @@ from PIL import Image
 
 from src import checkpoint as canonical
 from src.report import read_log
-from src.run import sample
+from src.run import sample, train
 
 pytestmark = pytest.mark.slow
 
@@ -89,9 +89,9 @@ def log_of(run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A debug run from the command line: (its folder, what it said, the overrides)."""
+    """A debug run from the command line: (its folder, what it said, the words)."""
     folder = tmp_path_factory.mktemp("finished")
-    words = ["train.py", "debug=fast", *below(folder)]
+    words = ["train.py", "debug=fast", *below(folder), "model.decoder.classes=0"]
     said = succeeded(run_command(*words))
     return only_run(folder), said, words
 
@@ -173,16 +173,6 @@ def test_the_same_command_again_says_that_it_is_done_and_changes_nothing(finishe
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_a_raised_budget_goes_on_in_the_same_folder(finished, tmp_path):
-    run, _, words = finished
-    shutil.copytree(run, tmp_path / "runs" / run.name)
-    options = [word for word in words[1:] if not word.startswith("paths.runs")]
-    longer = [*options, f"paths.runs={tmp_path / 'runs'}", "schedule_kimg=0.016"]
-    stopped = run_command("train.py", *longer, "total_kimg=0.02")
-    assert stopped.returncode == 1 and "goes beyond schedule_kimg" in stopped.stderr
-    assert only_run(tmp_path) == tmp_path / "runs" / run.name
-
-
 def test_samples_are_drawn_into_one_picture_and_files(finished, tmp_path):
     run, _, _ = finished
     out = tmp_path / "out"
@@ -223,17 +213,13 @@ def test_a_run_is_evaluated_against_its_training_images(finished, tmp_path):
     assert len(list((run.parents[1] / "cache").glob("real-*.pt"))) == 1  # the statistics that training had made
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["checkpoint=000000000099"], "has no checkpoint '000000000099'; there is newest, best, 000000000016"),
-        (["label=10"], "label=10 is none of the 10 classes"),
-    ],
-)
-def test_what_a_run_does_not_have_is_told_in_a_sentence(finished, words, said):
+def test_what_a_run_does_not_have_is_told_in_a_sentence(finished):
     run, _, _ = finished
-    done = run_command("sample.py", f"run={run}", "num=1", *words)
-    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
+    there = ", ".join(path.name for path in canonical.committed(run / "checkpoints"))
+    done = run_command("sample.py", f"run={run}", "num=1", "checkpoint=000000000099")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line == f"sample: {run} has no checkpoint '000000000099'; there is newest, best, {there}"
 
 
 def test_a_label_for_a_model_without_labels_is_refused(tiny_run, tmp_path):
@@ -241,6 +227,17 @@ def test_a_label_for_a_model_without_labels_is_refused(tiny_run, tmp_path):
     config = compose_config(tmp_path, f"run={tiny_run}", "label=3", "num=1", f"out={tmp_path}", command="sample")
     with pytest.raises(ValueError, match=r"label=3.*without labels"):
         sample(config)
+
+
+def test_samples_of_a_label_are_drawn_from_a_model_with_labels(tmp_path):
+    words = [*LONGER, "model.decoder.classes=10", "callbacks=[budget,checkpoint]", "total_kimg=0.004"]
+    config = compose_config(tmp_path, *words)
+    train(config)
+    asked = [f"run={config.paths.run}", "num=2", "files=true"]
+    sample(compose_config(tmp_path, *asked, "label=9", f"out={tmp_path / 'nine'}", command="sample"))
+    assert len(list((tmp_path / "nine" / "images").iterdir())) == 2
+    with pytest.raises(ValueError, match="label=10 is none of the 10 classes"):
+        sample(compose_config(tmp_path, *asked, "label=10", command="sample"))
 
 
 # Interruptions

@@ -1,6 +1,7 @@
 """Training a DDN: steps, Split-and-Prune inside the module, statistics, samples; and the callbacks that go along."""
 
 import random
+from functools import cache
 from types import SimpleNamespace
 
 import lightning
@@ -372,19 +373,33 @@ def end_of(folder):
 
 @pytest.fixture(scope="module")
 def straight_run(compose_in, tmp_path_factory):
-    """A run that nothing stopped: its last state and its metrics."""
-    folder = tmp_path_factory.mktemp("straight")
-    config = compose_in(folder, *CONTINUED)
-    train(config)
-    return end_of(folder / "runs" / config.name)
+    """straight_run(precision) -> the last state and the metrics of a run that nothing stopped."""
+
+    @cache
+    def run(precision):
+        folder = tmp_path_factory.mktemp("straight")
+        config = compose_in(folder, *CONTINUED, f"trainer.precision={precision}")
+        train(config)
+        return end_of(folder / "runs" / config.name)
+
+    return run
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_stopped_goes_on_to_the_same_end(composed, straight_run, tmp_path, workers):
+@pytest.mark.parametrize(
+    ("workers", "precision"),
+    [
+        (0, "32-true"),
+        pytest.param(2, "32-true", marks=pytest.mark.slow),
+        pytest.param(0, "bf16-mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_stopped_goes_on_to_the_same_end(composed, straight_run, tmp_path, workers, precision):
     """Weights, optimizer state, averages, tally and every training metric; without splits that were not due."""
-    straight, log = straight_run
+    straight, log = straight_run(precision)
     for budget in (0.048, 0.06, 0.12):  # 0.06: between two reports
-        config = composed(*CONTINUED, f"data.workers={workers}", f"total_kimg={budget}")
+        config = composed(
+            *CONTINUED, f"trainer.precision={precision}", f"data.workers={workers}", f"total_kimg={budget}"
+        )
         train(config)
     stopped, other_log = end_of(tmp_path / "runs" / config.name)
     for part in ("weights", "optimizers", "callbacks"):
@@ -718,6 +733,19 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     saving = Checkpoint(str(tmp_path), every_kimg=100, keep=1, metric=["val/b"])
     fit(Ramp(), four(), 6, saving, Scored([float("nan"), 2.0, 3.0]), val_every=2)
     assert canonical.read_best(tmp_path / "checkpoints")["value"] == 2.0
+
+
+def test_a_best_that_was_damaged_is_looked_for_anew(tmp_path):
+    """Training comes to the same score again, which is then not better than the one that was lost."""
+    for batches in (4, 6):
+        saving = Checkpoint(str(tmp_path), every_kimg=100, keep=1, metric=["val/b"])
+        fit(Ramp(), four(), batches, saving, Scored([3.0, 1.0, 2.0]), val_every=2)
+        if batches == 4:
+            assert saved_at(tmp_path) == [4]
+            (tmp_path / "checkpoints" / "000000000016" / "state.pt").write_bytes(b"torn")
+    best = canonical.read_best(tmp_path / "checkpoints")
+    assert best["value"] == 1.0
+    assert canonical.fault(tmp_path / "checkpoints" / best["checkpoint"]) is None
 
 
 def test_at_least_one_checkpoint_has_to_stay():
