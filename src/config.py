@@ -43,7 +43,8 @@ def digest(*, _root_: DictConfig) -> str:
     """
     config = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [k for k in SCIENCE if k in _root_]), resolve=False)
     config["precision"] = _root_.trainer.precision
-    config["callbacks"] = {k: v for k, v in (config.get("callbacks") or {}).items() if k not in WATCHERS}
+    chosen = {k: v for k, v in (config.get("callbacks") or {}).items() if "_target_" in v}
+    config["callbacks"] = {k: v for k, v in chosen.items() if k not in WATCHERS}
     for group, key in (name.split(".") for name in ENGINEERING):
         config[group].pop(key, None)
     return hashlib.sha256(json.dumps(_plain_numbers(config), sort_keys=True).encode()).hexdigest()[:6]

@@ -192,7 +192,8 @@ def _imported(config: DictConfig, model, checkpoints: Path) -> bool:
 
 
 def _trainer(config: DictConfig):
-    callbacks = [instantiate(c) for c in (config.callbacks or {}).values()]
+    # a recipe's settings of a callback that was not chosen are no callback
+    callbacks = [instantiate(c) for c in (config.callbacks or {}).values() if "_target_" in c]
     loggers = [instantiate(c) for c in (config.logger or {}).values()]
     known, stamp = plain(config), code_stamp(list(HydraConfig.get().overrides.task))
     for keeper in callbacks + loggers:

@@ -230,7 +230,7 @@ def test_a_label_for_a_model_without_labels_is_refused(tiny_run, tmp_path):
 
 
 def test_samples_of_a_label_are_drawn_from_a_model_with_labels(tmp_path):
-    words = [*LONGER, "model.decoder.classes=10", "callbacks=[budget,checkpoint]", "total_kimg=0.004"]
+    words = [*TINY, "model.decoder.classes=10", "callbacks=[budget,checkpoint]", "logger=[csv]", "total_kimg=0.001"]
     config = compose_config(tmp_path, *words)
     train(config)
     asked = [f"run={config.paths.run}", "num=2", "files=true"]

@@ -435,3 +435,12 @@ def test_the_lock_goes_with_the_run(tiny_run):
     lock = FileLock(tiny_run / "lock")
     lock.acquire(timeout=0)
     lock.release()
+
+
+def test_settings_of_a_callback_that_was_not_chosen_are_no_callback(composed):
+    """debug=fast sets how many pictures there are; a run without pictures has none all the same."""
+    config = composed("debug=fast", "callbacks=[budget,checkpoint]")
+    from src.run import _trainer
+
+    names = [type(callback).__name__ for callback in _trainer(config).callbacks]
+    assert "Budget" in names and "Pictures" not in names and "DictConfig" not in names
