@@ -112,7 +112,7 @@ def averaged(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def optimizer_state(network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state by parameter name, and the options of its groups without the learning rate's schedule."""
+    """An optimizer's state by parameter name; its options come from the configuration."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     return {names[p]: dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]}
 

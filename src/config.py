@@ -176,8 +176,8 @@ def check_types(name: str) -> None:
             continue
         default = OmegaConf.select(before, key, throw_on_resolution_failure=False)
         if default is not None and value is not None and (asked := _kind(default)) not in ("text", _kind(value)):
-            if value == [] and asked.startswith("a list"):
-                continue
+            if asked.startswith("a list") and isinstance(value, list) and not (value and default):
+                continue  # nothing to compare
             raise ValueError(f"{key}={_shown(value)} must be {asked}, such as {_shown(default)}")
 
 

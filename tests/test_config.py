@@ -332,6 +332,7 @@ def test_a_value_of_the_wrong_type_is_told_with_its_key(mistake, override):
         ["model.decoder.loss_fn={_target_: src.discrete.charbonnier, _partial_: true, softness: 0.1}"],
         ["model.decoder.classes=${data.classes}", "callbacks.progress.shown=[]", "metric=[val/fid]"],
         ["callbacks=[budget,ema]", "callbacks.ema.halflife_kimg=null", "callbacks.ema.decay=0.999", "logger=[]"],
+        ["experiment=ddgan_25gaussians", "metric=[val/modes]"],
         ["data=folder", "data.path=/some/where", "data.unreadable=skip", "+trainer.limit_val_batches=1", "~logger.csv"],
     ],
 )

@@ -148,6 +148,9 @@ class Checkpoint(LastInLine):
             found, rejected = canonical.newest(self.folder)
             for line in rejected:
                 print(line)
+            best = canonical.read_best(self.folder)
+            if best is not None and canonical.fault(self.folder / best["checkpoint"]) is not None:
+                (self.folder / canonical.BEST).unlink()  # its score will be reached again, and saved again
             choice = [str(found) if found else None]
         folder = trainer.strategy.broadcast(choice)[0]
         position = {"images": 0, "batches": 0}

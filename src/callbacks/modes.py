@@ -12,7 +12,7 @@ from src.images import write_png
 class Modes(Callback):
     """Reports val/modes (of 25) and val/share_within_3_sigma of the validation's points, and draws them.
 
-    A mode counts as found when a point within 3 sigma of it exists. The picture shows the square [-1.1, 1.1]^2, real
+    A mode counts as found when a point within 3 sigma of it exists. The picture shows the grid with a margin, real
     points in light grey under generated ones.
 
     Args:
@@ -20,7 +20,7 @@ class Modes(Callback):
         spacing, sigma: distance of neighbouring modes, and their standard deviation.
     """
 
-    def __init__(self, folder: str, spacing: float = 0.4, sigma: float = 0.01):
+    def __init__(self, folder: str, spacing: float = 2.0, sigma: float = 0.05):
         self.folder, self.spacing, self.sigma = Path(folder) / "pictures", spacing, sigma
 
     def on_validation_start(self, trainer, module):
@@ -32,7 +32,7 @@ class Modes(Callback):
         points = outputs["fake"][kept].flatten(1)
         self.counts += count_modes(points, self.spacing, self.sigma)
         for layer, drawn in zip(self.canvas, (outputs["real"][kept].flatten(1), points), strict=True):
-            place = ((drawn / 2.2 + 0.5) * 512).long().clamp(0, 511)
+            place = ((drawn / (5.5 * self.spacing) + 0.5) * 512).long().clamp(0, 511)
             layer[511 - place[:, 1], place[:, 0]] = 1
 
     def on_validation_epoch_end(self, trainer, module):

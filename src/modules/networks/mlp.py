@@ -27,7 +27,7 @@ class _MLP(nn.Module):
     def __init__(self, points: int, others: int, outputs: int, width: int, depth: int, frequencies: int):
         super().__init__()
         inputs = points * (1 + 2 * frequencies) + others
-        self.register_buffer("octaves", torch.pi * 2.0 ** torch.arange(frequencies), persistent=False)
+        self.register_buffer("octaves", torch.pi / 4 * 2.0 ** torch.arange(frequencies), persistent=False)
         self.time_embedding = TimeEmbedding(width, width, F.silu)
         self.stem = nn.Linear(inputs, width)
         self.blocks = nn.ModuleList(_Residual(width) for _ in range(depth))
