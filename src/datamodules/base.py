@@ -111,7 +111,7 @@ class ImageData(LightningDataModule):
         for images in (self.train, self.held_out):
             self._check(images)
             self._check_labels(images)
-        sample = self.train.images[:: max(1, len(self.train) // 1000)]
+        sample = self.train.images[:: 1 + (self.train.images.nbytes >> 30)]  # all of them below a gigabyte
         facts = f"{self.train.images.shape} {self.padding} {hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()}"
         self.identity = hashlib.sha256(facts.encode()).hexdigest()[:12]
 
