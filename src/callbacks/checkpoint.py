@@ -61,18 +61,20 @@ class Checkpoint(LastInLine):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         """Between two batches, the validation behind us."""
-        if self._agreed_to_stop(trainer, module):
+        stop, late = self._agreed(trainer, module)
+        if stop:
             if module.images_seen > self.saved:
                 self._save(trainer, module)
             trainer.strategy.barrier("saved")
             raise SystemExit(143)
-        if self._is_due(module):
+        if late or self._is_due(module):
             self._save(trainer, module)
 
     def on_validation_end(self, trainer, module):
         value, metrics = self._value(trainer), self._metrics(trainer)
         best = canonical.read_best(self.folder)
-        if value is not None and isfinite(value) and (best is None or value < best["value"]):
+        better = value is not None and isfinite(value) and (best is None or value < best["value"])
+        if trainer.strategy.broadcast(better):  # the first process decides: others may not see its files
             self._save(trainer, module)
             if trainer.is_global_zero:
                 name = canonical.folder_of(self.folder, module.images_seen).name
@@ -90,19 +92,22 @@ class Checkpoint(LastInLine):
     def _stop(self, signum, frame) -> None:
         self.asked_to_stop = True
 
-    def _agreed_to_stop(self, trainer, module) -> bool:
+    def _agreed(self, trainer, module) -> tuple[bool, bool]:
+        """Whether any process was asked to stop, and whether any clock says that the newest checkpoint is old."""
+        late = self.every_minutes is not None and time.monotonic() - self.saved_at > 60 * self.every_minutes
+        late = late and module.images_seen > self.saved
         if trainer.world_size == 1:
-            return self.asked_to_stop
-        asked = torch.tensor(float(self.asked_to_stop), device=module.device)
-        return bool(trainer.strategy.reduce(asked, reduce_op="sum"))
+            return self.asked_to_stop, late
+        flags = torch.tensor([float(self.asked_to_stop), float(late)], device=module.device)
+        stop, late = trainer.strategy.reduce(flags, reduce_op="sum").tolist()
+        return stop > 0, late > 0
 
     def _is_due(self, module) -> bool:
         if module.images_seen <= self.saved:
             return False
         batch = module.images_per_batch
-        late = self.every_minutes is not None and time.monotonic() - self.saved_at > 60 * self.every_minutes
         archived = due(module.images_seen, batch, self.archive_every_kimg)
-        return late or archived or due(module.images_seen, batch, self.every_kimg)
+        return archived or due(module.images_seen, batch, self.every_kimg)
 
     def _value(self, trainer) -> float | None:
         found = [float(trainer.callback_metrics[key]) for key in self.metric if key in trainer.callback_metrics]
