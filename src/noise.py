@@ -27,10 +27,6 @@ class Noise:
         """Uniform draws in [0, 1), float32 (n, *shape)."""
         return self._draw(torch.rand, purpose, shape)
 
-    def narrow(self, start: int, stop: int) -> "Noise":
-        """The same draws for the samples start..stop of these: what a micro-batch uses."""
-        return Noise(self.seed, self.numbers[start:stop], self.device)
-
     def _draw(self, draw, purpose: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator()
         values = torch.empty(len(self.numbers), *shape)

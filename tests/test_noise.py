@@ -34,12 +34,6 @@ def test_the_order_of_numbers_changes_no_bit(draw):
     assert torch.equal(mixed, straight[numbers])
 
 
-def test_narrow_is_a_part_of_the_draws(whole):
-    noise = Noise(SEED, torch.arange(COUNT))
-    assert torch.equal(noise.narrow(7, 15).normal("z", 3, 4), whole[7:15])
-    assert torch.equal(noise.narrow(7, 15).narrow(2, 3).normal("z", 3, 4), whole[9:10])
-
-
 def test_what_was_drawn_before_does_not_matter(whole):
     noise = Noise(SEED, torch.arange(COUNT))
     noise.uniform("z", 100)

@@ -144,9 +144,6 @@ class Module(LightningModule):
             logger.log_metrics({k: float(v) for k, v in (metrics | clock).items()}, step=self.batches_seen)
         self.log_dict(metrics, logger=False, batch_size=1)  # for callbacks that monitor
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self.train()  # also after callbacks that sampled
-
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         size = self.micro_batch or len(batch.images)
         for start in range(0, len(batch.images), size):
