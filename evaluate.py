@@ -5,7 +5,7 @@ from src.config import entry
 
 @entry("evaluate")
 def main(config):
-    from src.run import evaluate
+    from src.evaluation import evaluate
 
     evaluate(config)
 

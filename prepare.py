@@ -5,7 +5,7 @@ from src.config import entry
 
 @entry("prepare")
 def main(config):
-    from src.run import prepare
+    from src.results import prepare
 
     prepare(config)
 

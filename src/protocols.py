@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from src.noise import Noise
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class Batch(NamedTuple):
@@ -109,3 +113,11 @@ class References(Protocol):
 
     def reference(self, count: int, rank: int, ranks: int) -> Iterator[Tensor]:
         """This rank's part of the first `count` training images: uint8 (n, c, h, w)."""
+
+
+@runtime_checkable
+class KnownModes(Protocol):
+    """Data whose modes are known, so that those which a model misses can be counted."""
+
+    def modes(self, cache: Path) -> "Metric":
+        """Its metric: update(fake, real), compute() -> name -> value, and a `picture` (c, h, w) or None after that."""

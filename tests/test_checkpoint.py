@@ -384,7 +384,7 @@ def test_only_as_many_of_the_newest_stay_as_were_asked_for(tiny_run):
 
 
 def test_a_runs_damaged_checkpoint_is_passed_over_by_the_commands(tiny_run, tmp_path, capsys):
-    from src.run import load
+    from src.results import load
 
     copy = shutil.copytree(tiny_run, tmp_path / "run")
     truncate(copy / "checkpoints" / "000000000064")
@@ -394,7 +394,7 @@ def test_a_runs_damaged_checkpoint_is_passed_over_by_the_commands(tiny_run, tmp_
 
 
 def test_models_are_loaded_with_their_averages(tiny_run):
-    from src.run import load
+    from src.results import load
 
     model, state, _ = load(str(tiny_run), "newest")
     averages = state["callbacks"]["EMA"]["averages"]
@@ -406,7 +406,7 @@ def test_models_are_loaded_with_their_averages(tiny_run):
 
 
 def test_an_unknown_checkpoint_names_those_that_exist(tiny_run):
-    from src.run import load
+    from src.results import load
 
     with pytest.raises(ValueError, match="no checkpoint '7'; there is newest, best, 000000000048, 000000000064"):
         load(str(tiny_run), "7")

@@ -19,7 +19,8 @@ from PIL import Image
 
 from src import checkpoint as canonical
 from src.report import read_log
-from src.run import sample, train
+from src.results import sample
+from src.run import train
 
 pytestmark = pytest.mark.slow
 
@@ -203,13 +204,14 @@ def test_a_run_is_evaluated_against_its_training_images(finished, tmp_path):
     run, _, _ = finished
     words = ["evaluate.py", f"run={run}", "num=8", "reference=16", f"cache={run.parents[1] / 'cache'}"]
     said = succeeded(run_command(*words))
-    found = json.loads((run / "evaluation.json").read_text())
-    assert (found["sample_images"], found["held_out_images"], found["reference_images"]) == (8, 8, 16)
-    assert (found["checkpoint"], found["extractor"]) == ("000000000016", "efficientnet-lite0@128")
-    assert 0 < found["held_out"]["fd_efflite0"] != found["samples"]["fd_efflite0"]
+    found = json.loads((run / "metrics.json").read_text())
+    assert (found["sample_images"], found["held_out_images"]) == (8, 8)
+    assert (found["real"], found["extractor"]) == ("the first 16 training images", "efficientnet-lite0@128")
+    scored = found["checkpoints"]["000000000016"]
+    assert 0 < found["held_out"]["fd_efflite0"] != scored["fd_efflite0"]
     validated = json.loads((run / "result.json").read_text())["metrics"]["val/fd_efflite0"]
-    assert found["samples"]["fd_efflite0"] == pytest.approx(validated, rel=1e-3)  # the same eight samples
-    assert "fd_efflite0" in said and str(run / "evaluation.json") in said
+    assert scored["fd_efflite0"] == pytest.approx(validated, rel=1e-3)  # the same eight samples
+    assert "fd_efflite0" in said and str(run / "metrics.json") in said
     assert len(list((run.parents[1] / "cache").glob("real-*.pt"))) == 1  # the statistics that training had made
 
 

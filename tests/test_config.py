@@ -369,7 +369,7 @@ def test_settings_of_the_right_type_are_taken(composed, monkeypatch, overrides):
         (["data.resolution=64"], "the images are 1 x 28 x 28, but data.channels=1, data.resolution=64"),
         slow(["data.held_out=99999"], "data.held_out=99999 must lie between 1 and 9999"),
         slow(["data=folder"], "data.path is not set"),
-        slow(["data=folder", "data.path=/no/folder"], "data.path=/no/folder is not a folder"),
+        slow(["data=folder", "data.path=/no/folder"], "/no/folder is not a folder"),
         slow(["data=cifar10", "paths.data=/no/data"], "CIFAR10 is not in /no/data.*cifar-10-batches-py.*paths.data="),
         (["+model.decoder.widht=3"], "model.decoder cannot be built: .*unexpected keyword argument 'widht'"),
         (["~callbacks.fid"], "callbacks.fid"),

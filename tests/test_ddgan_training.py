@@ -12,27 +12,32 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import run_command
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 from src import checkpoint as canonical
 from src.callbacks.ema import EMA
 from src.callbacks.lazy_r1 import LazyR1
-from src.callbacks.modes import count_modes
 from src.classifier import mode_statistics, stacked_modes, trained_classifier
 from src.config import CONF
 from src.datamodules.base import ImageData
 from src.datamodules.embedded import FOLDER
 from src.datamodules.toys import SIGMA, SPACING
 from src.diffusion import Diffusion
+from src.modes import count_modes
 from src.modules.ddgan import DDGAN
 from src.modules.networks.discriminators import SmallDiscriminator
 from src.modules.networks.layers import fir_blur, fir_downsample, fir_upsample, variance_scaling_
 from src.modules.networks.ncsnpp import NCSNpp
 from src.modules.networks.reference_names import discriminator_state, generator_state
 from src.noise import Noise
-from src.run import build_model, draw, load, prepare, train
+from src.report import read_log
+from src.results import draw, load, prepare
+from src.run import build_model, train
 
 BATCH, STEPS, SEED, GAMMA, DECAY = 8, 4, 3, 0.5, 0.9
 RATES = {"generator": 1.6e-4, "discriminator": 1.25e-4}
@@ -618,6 +623,36 @@ def test_recipes_have_the_published_numbers(composed, name, batch, images, steps
     assert c.model.schedule.floor == 1e-5 and not c.callbacks.r1.scale_by_interval
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddgan_cifar10", "ddgan_celebahq256", "ddgan_lsun_church256", "ddgan_stackedmnist"])
+def test_every_published_recipe_takes_two_steps_at_its_true_size(name, tmp_path):
+    words = [f"experiment={name}", "batch=2", "total_kimg=0.004", "callbacks=[budget,ema,r1,metrics,checkpoint]"]
+    words += ["logger=[csv]", "metric=[]", "callbacks.metrics.every_kimg=0.002", "model.discriminator.group=2"]
+    if name == "ddgan_cifar10":
+        words.append("data=emoji32")  # colour at 32 pixels as well, and always here
+    if name.endswith("256"):
+        (tmp_path / "images").mkdir()
+        draw = np.random.default_rng(0)
+        for number in range(4):
+            noise = draw.integers(0, 256, (256, 256, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(tmp_path / "images" / f"{number}.png")
+        words += [f"data.path={tmp_path / 'images'}", "data.held_out=1"]
+    places = [f"paths.runs={tmp_path / 'runs'}", f"paths.cache={tmp_path / 'cache'}"]
+    done = run_command("train.py", *words, *places, OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    log = read_log(folder)
+    assert [kimg for kimg, _ in log["train/loss_generator"]] == [0.002, 0.004]
+    assert len(log["train/r1"]) == 1 and log["train/r1"][0][1] > 0  # in batch 0 alone
+    state = canonical.read(folder / "checkpoints" / "000000000004")
+    config = OmegaConf.create(state["config"])
+    for network in ("generator", "discriminator"):
+        trained = {k: v for k, v in state["weights"].items() if k.startswith(f"{network}.")}
+        initial = build_model(config).state_dict()
+        moved = [k for k, v in trained.items() if not torch.equal(v, initial[k])]
+        assert len(moved) > 0.9 * len(dict(build_model(config).get_submodule(network).named_parameters()))
+
+
 # Toys
 
 
@@ -662,7 +697,7 @@ def test_a_model_of_points_trains_and_is_judged(composed):
     folder = Path(config.paths.run)
     metrics = json.loads((folder / "result.json").read_text())["metrics"]
     assert 0 <= metrics["val/modes"] <= 20 and 0 <= metrics["val/share_within_3_sigma"] <= 1
-    assert [path.name for path in (folder / "pictures").glob("points_*")]
+    assert [path.name for path in (folder / "pictures").glob("modes_*")]
 
 
 def test_labels_of_stacked_images_spell_the_classes_of_their_channels(composed):

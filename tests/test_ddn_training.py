@@ -23,7 +23,8 @@ from src.loggers.csv import MetricsLog
 from src.modules.base import Module
 from src.noise import Noise
 from src.report import read_log
-from src.run import build_model, draw, train
+from src.results import draw
+from src.run import build_model, train
 from src.schedule import Schedule
 
 BATCH = 12

@@ -138,11 +138,15 @@ class ImageData(LightningDataModule):
         return self._loader(self.held_out, Evaluated(len(self.held_out), self.val_batch, rank, ranks))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        images = batch.images.float() / 127.5 - 1
+        images = self.as_seen(batch.images)
         if self.flip and self.trainer.training:
             mirrored = Noise(self.seed, batch.numbers, images.device).uniform("flip", 1, 1, 1) < 0.5
             images = torch.where(mirrored, images.flip(3), images)
         return batch._replace(images=images)
+
+    def as_seen(self, images: Tensor) -> Tensor:
+        """Stored images as the networks see them: uint8 to [-1, 1]."""
+        return images.float() / 127.5 - 1
 
     def reference(self, count: int, rank: int, ranks: int) -> Iterator[Tensor]:
         """This rank's part of the first `count` training images: uint8 (n, c, h, w)."""

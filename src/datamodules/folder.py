@@ -7,13 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
 from rich.progress import track
 
 from src.datamodules.base import ImageData
 from src.datamodules.embedded import split
-
-ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
+from src.image_files import image_files, listing, read_image
 
 
 class Folder(ImageData):
@@ -36,7 +34,7 @@ class Folder(ImageData):
 
     def prepare_data(self) -> None:
         """Decode into the cache, where it is not there yet; runs on one process of a machine."""
-        files = self._files()
+        files = image_files(self.path)
         array = self._array(files)
         if array.exists():
             return
@@ -56,22 +54,12 @@ class Folder(ImageData):
         os.replace(part, array)
 
     def load(self):
-        with open(self._array(self._files()), "rb") as file:
+        with open(self._array(image_files(self.path)), "rb") as file:
             images, labels = np.load(file), np.load(file)
         return split(images, labels, self.count_held_out)
 
-    def _files(self) -> list[Path]:
-        if not self.path.is_dir():
-            raise ValueError(f"data.path={self.path} is not a folder")
-        walked = (Path(parent) / name for parent, _, names in os.walk(self.path, followlinks=True) for name in names)
-        found = [p for p in walked if p.suffix.lower() in ENDINGS and p.is_file()]
-        if not found:
-            raise ValueError(f"{self.path} holds no images (looked for {', '.join(sorted(ENDINGS))})")
-        return sorted(found, key=lambda p: hashlib.sha256(str(p.relative_to(self.path)).encode()).digest())
-
     def _array(self, files: list[Path]) -> Path:
-        facts = "\n".join(f"{p.relative_to(self.path)} {(s := p.stat()).st_size} {s.st_mtime_ns}" for p in files)
-        facts += f"\n{self.channels} {self.resolution} {self.padding} {self.unreadable}"
+        facts = f"{listing(files, self.path)}\n{self.channels} {self.resolution} {self.padding} {self.unreadable}"
         return self.cache / f"folder-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.npy"
 
     def _decoded(self, files: list[Path]) -> Iterator[np.ndarray | None]:
@@ -79,25 +67,13 @@ class Folder(ImageData):
             yield from track(pool.map(self._decode, files), f"Decoding {self.path}", total=len(files))
 
     def _decode(self, file: Path) -> np.ndarray | None:
-        size = self.resolution - 2 * self.padding
         try:
-            with Image.open(file) as image:
-                image = ImageOps.exif_transpose(image)
-                if image.mode.startswith("I;16"):  # Pillow would cut it off at 255
-                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-                image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-                if image.mode == "RGBA":  # on white
-                    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-                image = ImageOps.fit(image.convert("L" if self.channels == 1 else "RGB"), (size, size), Image.LANCZOS)
-        except (OSError, SyntaxError, ValueError) as error:
+            return read_image(file, self.channels, self.resolution - 2 * self.padding)
+        except ValueError as error:
             if self.unreadable == "skip":
-                print(f"skipped {file}: {error}")
+                print(f"skipped {error}")
                 return None
-            raise ValueError(
-                f"{file} cannot be read ({error}); mend or remove it, or set data.unreadable=skip to go on without it"
-            ) from error
-        pixels = np.asarray(image)
-        return pixels[None] if self.channels == 1 else pixels.transpose(2, 0, 1)
+            raise ValueError(f"{error}; mend or remove it, or set data.unreadable=skip to go on without it") from error
 
     def _label(self, file: Path) -> str:
         parts = file.relative_to(self.path).parts
