@@ -1,6 +1,6 @@
-"""Translates DDGAN checkpoints of the published implementation to our parameter names.
+"""Translates checkpoints of the published implementations of DDGAN and DiT to our parameter names.
 
-There the generator is one flat list, `all_modules.N`, in the order in which its layers run; here every block has a
+There DDGAN's generator is one flat list, `all_modules.N`, in the order in which its layers run; here every block has a
 name. Each function pairs the names of a given network, so that a checkpoint fits it or says where it does not.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from src.modules.networks.discriminators import Discriminator
+from src.modules.networks.dit import DiT
 from src.modules.networks.ncsnpp import Attention, NCSNpp, ResidualBlock, ResidualPyramid, SkipPyramid
 
 RESIDUAL = {
@@ -25,6 +26,21 @@ RESIDUAL = {
 }
 ATTENTION = {"norm": "GroupNorm_0", "q": "NIN_0", "k": "NIN_1", "v": "NIN_2", "out": "NIN_3"}
 DOWN_BLOCK = {"conv1": "conv1.0", "time": "dense_t1", "conv2": "conv2.0", "skip": "skip.0"}
+DIT = {
+    "stem": "x_embedder.proj",
+    "time_embedding.fc1": "t_embedder.mlp.0",
+    "time_embedding.fc2": "t_embedder.mlp.2",
+    "label_embedding": "y_embedder.embedding_table",
+    "head_modulation": "final_layer.adaLN_modulation.1",
+    "head": "final_layer.linear",
+}
+DIT_BLOCK = {
+    "modulation": "adaLN_modulation.1",
+    "attention.qkv": "attn.qkv",
+    "attention.out": "attn.proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
 LAYERS = {
     ResidualBlock: RESIDUAL,
     Attention: ATTENTION,
@@ -64,6 +80,25 @@ def discriminator_state(reference_state: Mapping[str, Tensor], network: Discrimi
         for ours, theirs in DOWN_BLOCK.items():
             names[f"blocks.{index}.{ours}"] = f"conv{index + 1}.{theirs}"
     return translated(reference_state, network, names)
+
+
+def dit_state(reference_state: Mapping[str, Tensor], network: DiT) -> dict[str, Tensor]:
+    """The reference's DiT weights (with or without `module.`) under the names of `network`.
+
+    Raises ValueError that names the first three keys or shapes that differ, or for positions unlike the network's,
+    which alone tell the image's size.
+    """
+    state = {key.removeprefix("module."): value for key, value in reference_state.items()}
+    positions = state.pop("pos_embed", network.positions).flatten(0, -2)
+    if positions.shape != network.positions.shape or (positions - network.positions).abs().max() > 1e-5:
+        raise ValueError(
+            f"this reference checkpoint has {len(positions)} positions, which are not the {len(network.positions)} of "
+            f"{type(network).__name__}: build the network with the resolution, patch and width of the checkpoint"
+        )
+    names = dict(DIT)
+    for index in range(len(network.blocks)):
+        names |= {f"blocks.{index}.{ours}": f"blocks.{index}.{theirs}" for ours, theirs in DIT_BLOCK.items()}
+    return translated(state, network, names)
 
 
 def translated(state: Mapping[str, Tensor], network: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:

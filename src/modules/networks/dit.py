@@ -1,0 +1,161 @@
+"""DiT, the diffusion transformer (Peebles & Xie 2023, arXiv 2212.09748), with adaLN-Zero.
+
+An image is a sequence of patches. Time and label reach every block as shift, scale and gate of its two branches; the
+gates start at zero, so that every block starts as the identity.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from src.modules.networks.layers import embed_labels, label_embedding, linear, variance_scaling_
+
+TIME_FEATURES = 256  # sines and cosines that a time becomes
+SMALL = 0.02  # standard deviation with which embeddings start
+
+
+def sinusoids(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Sines and cosines of x at width / 2 frequencies that fall from 1 towards 1 / 10000: (n,) -> (n, width / 2)."""
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=x.dtype, device=x.device) * (-math.log(10000) / half))
+    angles = x[:, None] * frequencies
+    return angles.sin(), angles.cos()
+
+
+def grid_positions(width: int, rows: int, columns: int) -> Tensor:
+    """Fixed positions of patches, (rows * columns, width): half the features for the column, then half for the row."""
+    features = [torch.cat(sinusoids(torch.arange(n, dtype=torch.float64), width // 2), 1) for n in (columns, rows)]
+    of_column, of_row = features[0].expand(rows, -1, -1), features[1][:, None].expand(-1, columns, -1)
+    return torch.cat([of_column, of_row], dim=2).flatten(0, 1).float()
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Layer norm whose gain 1 + scale and bias come from the condition: (n, l, d), (n, 1, d) twice -> (n, l, d)."""
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+class TimeEmbedding(nn.Module):
+    """Times of 0 to 1000, whole or not, to vectors: fixed cosines and sines, and two linear layers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.fc1, self.fc2 = linear(TIME_FEATURES, width), linear(width, width)
+        for layer in (self.fc1, self.fc2):
+            nn.init.normal_(layer.weight, std=SMALL)
+
+    def forward(self, t: Tensor) -> Tensor:
+        dtype = self.fc1.weight.dtype
+        sines, cosines = sinusoids(t.to(torch.promote_types(dtype, torch.float32)), TIME_FEATURES)
+        return self.fc2(F.silu(self.fc1(torch.cat([cosines, sines], dim=1).to(dtype))))  # (n, width)
+
+
+class Attention(nn.Module):
+    """Self-attention of all patches with one another."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (n, heads, l, d / heads) each
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # (n, l, d)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, in its approximation by tanh."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc1, self.fc2 = linear(width, hidden), linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on a modulated norm and through a gate (adaLN-Zero)."""
+
+    def __init__(self, width: int, heads: int, hidden: int):
+        super().__init__()
+        self.modulation = linear(width, 6 * width, scale=0)
+        self.attention, self.mlp = Attention(width, heads), MLP(width, hidden)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=2)  # (n, 1, d)
+        x = x + gate1 * self.attention(modulated(x, shift1, scale1))
+        return x + gate2 * self.mlp(modulated(x, shift2, scale2))
+
+
+class DiT(nn.Module):
+    """Predicts noise or velocity from a noisy image: (x_t, t, label) -> an image of the same shape.
+
+    `patch` pixels on a side become one token of `width` numbers; `depth` blocks with `heads` heads, whose MLP is
+    `mlp_ratio` times as wide. `classes` labels, 0 for none; label number `classes` is the null class, for samples
+    whose label is dropped or not to be used. With `learn_sigma` the output has twice the channels: the second half
+    interpolates log variances, as in Nichol & Dhariwal (arXiv 2102.09672). Raises ValueError for sizes that do not fit.
+    """
+
+    forward_methods: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        channels: int,
+        resolution: int,
+        patch: int = 2,
+        width: int = 384,
+        depth: int = 12,
+        heads: int = 6,
+        mlp_ratio: float = 4.0,
+        classes: int = 0,
+        learn_sigma: bool = False,
+    ):
+        super().__init__()
+        if patch < 1 or resolution % patch:
+            raise ValueError(
+                f"patches of {patch} pixels do not divide an image of {resolution}: change the network's patch or "
+                "data.resolution"
+            )
+        if heads < 1 or width % heads or width % 4:
+            raise ValueError(
+                f"a width of {width} with {heads} heads is impossible: choose a width that 4 and the heads divide"
+            )
+        self.shape, self.classes, self.learn_sigma = (channels, resolution, resolution), classes, learn_sigma
+        self.patch, self.side = patch, resolution // patch
+
+        self.stem = nn.Conv2d(channels, width, patch, patch)
+        variance_scaling_(self.stem.weight.data.flatten(1))  # as the linear layer that it is
+        nn.init.zeros_(self.stem.bias)
+        self.register_buffer("positions", grid_positions(width, self.side, self.side), persistent=False)
+        self.time_embedding = TimeEmbedding(width)
+        self.label_embedding = label_embedding(classes + (classes > 0), width)
+        if classes:
+            nn.init.normal_(self.label_embedding.weight, std=SMALL)
+
+        self.blocks = nn.ModuleList(Block(width, heads, int(mlp_ratio * width)) for _ in range(depth))
+
+        self.head_modulation = linear(width, 2 * width, scale=0)
+        self.head = linear(width, patch**2 * channels * (1 + learn_sigma), scale=0)
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Noisy images (n, c, h, w), times of 0 to 1000 (n,), labels 0..classes (n,) -> (n, c or 2 c, h, w)."""
+        condition = self.time_embedding(t)
+        label_emb = embed_labels(self.label_embedding, labels)
+        condition = F.silu(condition if label_emb is None else condition + label_emb)  # (n, d)
+
+        h = self.stem(x).flatten(2).mT + self.positions  # (n, l, d)
+        for block in self.blocks:
+            h = block(h, condition)
+        shift, scale = self.head_modulation(condition)[:, None].chunk(2, dim=2)
+        return self._image(self.head(modulated(h, shift, scale))).to(x.dtype)  # also under autocast
+
+    def shard_units(self) -> list[nn.Module]:
+        """The blocks in the order in which they run: what may be sharded or checkpointed."""
+        return list(self.blocks)
+
+    def _image(self, tokens: Tensor) -> Tensor:
+        """(n, l, pixels of a patch times channels) -> (n, c, h, w)."""
+        h = tokens.unflatten(2, (self.patch, self.patch, -1)).unflatten(1, (self.side, self.side))  # (n, y, x, p, q, c)
+        return h.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
