@@ -129,21 +129,22 @@ class PublishedStep:
     def __call__(self, images: Tensor, noise: Noise, with_r1: bool) -> None:
         self.discriminator.requires_grad_(True)
         self.discriminator.zero_grad()
-        t, x_t, x_next = self._pair(images, noise, "discriminator")
+        t, x_t, x_next, draw = self._pair(images, noise, "discriminator")
         x_t.requires_grad_(True)
         real = self.discriminator(x_t, t, x_next)
         F.softplus(-real).mean().backward(retain_graph=True)
         if with_r1:
             (gradient,) = torch.autograd.grad(real.sum(), x_t, create_graph=True)
             (self.gamma / 2 * gradient.flatten(1).norm(2, dim=1).square().mean()).backward()
-        fake = self._fake(x_next, t, noise, "discriminator")
+        fake = self._fake(x_next, t, draw, noise, "discriminator")
         F.softplus(self.discriminator(fake, t, x_next)).mean().backward()
         self.of_discriminator.step()
 
         self.discriminator.requires_grad_(False)
         self.generator.zero_grad()
-        t, _, x_next = self._pair(images, noise, "generator")
-        F.softplus(-self.discriminator(self._fake(x_next, t, noise, "generator"), t, x_next)).mean().backward()
+        t, _, x_next, draw = self._pair(images, noise, "generator")
+        fake = self._fake(x_next, t, draw, noise, "generator")
+        F.softplus(-self.discriminator(fake, t, x_next)).mean().backward()
         self.of_generator.step()
         self.averages.update()
 
@@ -152,15 +153,15 @@ class PublishedStep:
         """Images from x_T down to x_0."""
         x = noise.normal("sample/x", *self.generator.shape)
         for step in reversed(range(self.diffusion.steps)):
-            x = self._fake(x, torch.full((len(x),), step), noise, f"sample/{step}")
+            draw = noise.normal(f"sample/{step}/posterior", *self.generator.shape)
+            x = self._fake(x, torch.full((len(x),), step), draw, noise, f"sample/{step}")
         return x
 
     def _pair(self, images, noise, turn):
         t = (noise.uniform(f"{turn}/t") * self.diffusion.steps).long()
-        draws = (noise.normal(f"{turn}/{name}", *images.shape[1:]) for name in ("x_t", "x_next"))
-        return t, *self.diffusion.q_pair(images, t, *draws)
+        of_t, of_next, draw = noise.normal(f"{turn}/x", 3, *images.shape[1:]).unbind(1)
+        return t, *self.diffusion.q_pair(images, t, of_t, of_next), draw
 
-    def _fake(self, x_next, t, noise, purpose):
+    def _fake(self, x_next, t, draw, noise, purpose):
         x_0 = self.generator(x_next, t, noise.normal(f"{purpose}/z", self.generator.z_dim))
-        draw = noise.normal(f"{purpose}/posterior", *x_next.shape[1:])
         return self.diffusion.posterior_sample(x_0, x_next, t, draw)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from src.sharding import like, local, whole
+
 STATE, MANIFEST, BEST = "state.pt", "manifest.json", "best.json"
 
 
@@ -112,9 +114,13 @@ def averaged(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def optimizer_state(network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state by parameter name; its options come from the configuration."""
+    """An optimizer's state by parameter name, whole; its options come from the configuration."""
     names = {parameter: name for name, parameter in network.named_parameters()}
-    return {names[p]: dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        names[p]: {key: whole(value) for key, value in optimizer.state[p].items()}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
 
 
 @torch.no_grad()
@@ -129,7 +135,9 @@ def load_optimizer(network: nn.Module, optimizer: Optimizer, state: dict[str, An
     for name, values in state.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            k: v.to(parameter.device) if torch.is_tensor(v) and (v.dim() or parameter in counting) else v
+            k: like(v, parameter if v.dim() else local(parameter))
+            if torch.is_tensor(v) and (v.dim() or parameter in counting)
+            else v
             for k, v in values.items()
         }
 
@@ -141,7 +149,7 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str) -> N
     if differ := [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]:
         shown = ", ".join(f"{n} (here {mine.get(n)}, there {theirs.get(n)})" for n in differ[:3])
         raise ValueError(f"{where} is of another architecture: {len(differ)} names or shapes differ, first {shown}")
-    module.load_state_dict(weights)
+    module.load_state_dict({name: like(weights[name], value) for name, value in module.state_dict().items()})
 
 
 class _Hashing:

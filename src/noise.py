@@ -21,18 +21,18 @@ class Noise:
 
     def normal(self, purpose: str, *shape: int) -> Tensor:
         """Standard normal draws, float32 (n, *shape)."""
-        return self._draw(torch.randn, purpose, shape)
+        return self._draw(Tensor.normal_, purpose, shape)
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
         """Uniform draws in [0, 1), float32 (n, *shape)."""
-        return self._draw(torch.rand, purpose, shape)
+        return self._draw(Tensor.uniform_, purpose, shape)
 
-    def _draw(self, draw, purpose: str, shape: tuple[int, ...]) -> Tensor:
+    def _draw(self, fill, purpose: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator()
         values = torch.empty(len(self.numbers), *shape)
         for value, number in zip(values, self.numbers.tolist(), strict=True):
             generator.manual_seed(_hash(self.seed, purpose, number))
-            draw(shape, generator=generator, out=value)
+            fill(value, generator=generator)
         return values.to(self.device, non_blocking=True)
 
 

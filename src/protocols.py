@@ -1,7 +1,6 @@
 """What models, callbacks, data and strategies promise one another."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -59,9 +58,6 @@ class Parallel(Protocol):
     def only(self, name: str) -> None:
         """Freeze every network but this one, for a turn."""
 
-    def hold_parameters(self, name: str) -> AbstractContextManager:
-        """Around forward, penalties and backward of a turn: keeps sharded parameters whole where an engine needs it."""
-
 
 @runtime_checkable
 class ShardUnits(Protocol):
@@ -71,6 +67,14 @@ class ShardUnits(Protocol):
 
     def shard_units(self) -> list[nn.Module]:
         """The blocks in order."""
+
+
+@runtime_checkable
+class KeptWhole(Protocol):
+    """A network of which some parameters are never spread over processes, since their rows are copied."""
+
+    def kept_whole(self) -> list[nn.Parameter]:
+        """These parameters."""
 
 
 @runtime_checkable

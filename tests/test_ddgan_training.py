@@ -155,14 +155,15 @@ def published_training(generator, discriminator, batches, interval):
         return table[t][:, None, None, None]
 
     def pair(x_0, t, noise, turn):
-        x_t = at(a_cum, t) * x_0 + at(s_cum, t) * noise.normal(f"{turn}/x_t", *x_0.shape[1:])
-        return x_t, at(a, t + 1) * x_t + at(s, t + 1) * noise.normal(f"{turn}/x_next", *x_0.shape[1:])
+        x_t = at(a_cum, t) * x_0 + at(s_cum, t) * noise.normal(f"{turn}/x", 3, *x_0.shape[1:])[:, 0]
+        return x_t, at(a, t + 1) * x_t + at(s, t + 1) * noise.normal(f"{turn}/x", 3, *x_0.shape[1:])[:, 1]
 
     def fake(x_next, t, noise, turn):
         x_0 = generator(x_next, t, noise.normal(f"{turn}/z", generator.z_dim))
         mean = at(of_x_0, t) * x_0 + at(of_x_next, t) * x_next
         mask = (t != 0).to(x_0.dtype)[:, None, None, None]
-        return mean + mask * (0.5 * at(log_variance, t)).exp() * noise.normal(f"{turn}/posterior", *x_0.shape[1:])
+        draw = noise.normal(f"{turn}/x", 3, *x_0.shape[1:])[:, 2]
+        return mean + mask * (0.5 * at(log_variance, t)).exp() * draw
 
     of_generator = torch.optim.Adam(generator.parameters(), RATES["generator"], (0.5, 0.9))
     of_discriminator = torch.optim.Adam(discriminator.parameters(), RATES["discriminator"], (0.5, 0.9))

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint as LastInLine  # Lightning ca
 from lightning.pytorch.utilities import rank_zero_only
 
 from src import checkpoint as canonical
+from src.engine import engine_of
 from src.protocols import Rewinds
 from src.schedule import due
 
@@ -118,11 +119,11 @@ class Checkpoint(LastInLine):
 
     def _save(self, trainer, module) -> None:
         module.require_finite()
-        optimizers = module.named_optimizers()
+        engine, optimizers = engine_of(trainer), module.named_optimizers()
         state = {
-            "weights": module.state_dict(),
+            "weights": engine.weights(module),
             "optimizers": {
-                name: canonical.optimizer_state(network, optimizers[name].optimizer)
+                name: engine.optimizer_state(network, optimizers[name].optimizer)
                 for name, network in module.parallel_networks().items()
             },
             "callbacks": {
@@ -160,13 +161,11 @@ class Checkpoint(LastInLine):
         folder = trainer.strategy.broadcast(choice)[0]
         position = {"images": 0, "batches": 0}
         if folder is not None:
-            state = canonical.read(Path(folder))
+            state, engine, networks = canonical.read(Path(folder)), engine_of(trainer), module.parallel_networks()
             position = state["position"]
-            canonical.load_weights(module, state["weights"], f"checkpoint {folder}")
+            engine.load_weights(module, state["weights"], f"checkpoint {folder}")
             for name, optimizer in module.named_optimizers().items():
-                canonical.load_optimizer(
-                    module.parallel_networks()[name], optimizer.optimizer, state["optimizers"][name]
-                )
+                engine.load_optimizer(networks[name], optimizer.optimizer, state["optimizers"][name])
             for callback in trainer.callbacks:
                 if type(callback).__name__ in state["callbacks"]:
                     callback.load_state_dict(state["callbacks"][type(callback).__name__])

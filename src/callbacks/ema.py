@@ -5,11 +5,14 @@ from lightning import Callback
 from torch import Tensor, nn
 
 from src.discrete import copy_row
+from src.engine import engine_of
 from src.protocols import Generative
 
 
 class EMA(Callback):
     """fp32 averages of the networks that the model names in `averaged`, swapped in during validation.
+
+    Each process averages its part of the parameters; they are put together for a checkpoint.
 
     Args:
         halflife_kimg: after how many images a weight counts half.
@@ -49,17 +52,17 @@ class EMA(Callback):
             raise ValueError(f"{type(module).__name__} does not say which networks are averaged; use ~callbacks.ema")
 
     def on_fit_start(self, trainer, module):
-        networks = module.parallel_networks()
+        networks, self._engine = module.parallel_networks(), engine_of(trainer)
         self._parameters = {
             f"{name}.{key}": p for name in module.averaged for key, p in networks[name].named_parameters()
         }
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self.averages = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self.averages = {name: self._engine.part(p).float().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         weight = 1 - self.factor(module.images_seen, module.images_per_batch)
-        current = [p.detach().float() for p in self._parameters.values()]
+        current = [self._engine.part(p).float() for p in self._parameters.values()]
         torch._foreach_lerp_(list(self.averages.values()), current, weight)
 
     def factor(self, images: int, batch: int) -> float:
@@ -88,18 +91,19 @@ class EMA(Callback):
     @torch.no_grad()
     def _swap(self, into: bool) -> None:
         if into:
-            self._weights = {name: p.detach().clone() for name, p in self._parameters.items()}
+            self._weights = {name: self._engine.part(p).clone() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
-            parameter.copy_((self.averages if into else self._weights)[name])
+            self._engine.part(parameter).copy_((self.averages if into else self._weights)[name])
         if not into:
             del self._weights
         self.swapped = into
 
     def state_dict(self) -> dict:
         assert not self.swapped, "averages may not be saved while they are swapped in"
-        return {"averages": self.averages}
+        together = self._engine.together
+        return {"averages": {name: together(self._parameters[name], part) for name, part in self.averages.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         for name, value in state["averages"].items():
-            self.averages[name].copy_(value)
+            self.averages[name].copy_(self._engine.apart(self._parameters[name], value))

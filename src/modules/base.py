@@ -1,18 +1,18 @@
 """What every method's module shares: turns, micro-batches, time counted in images, and logging against it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from src.checkpoint import committed
+from src.engine import engine_of
 from src.noise import Noise
-from src.protocols import Batch
+from src.protocols import Batch, KeptWhole
 from src.schedule import Schedule
 
 
@@ -64,7 +64,7 @@ class Module(LightningModule):
         raise NotImplementedError
 
     def configure_optimizers(self) -> list[Optimizer]:
-        optimizers = [self.optimizer_makers[name](net.parameters()) for name, net in self.parallel_networks().items()]
+        optimizers = [self.optimizer_makers[name](_groups(net)) for name, net in self.parallel_networks().items()]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["initial_lr"] = group["lr"]
         return optimizers
@@ -85,38 +85,40 @@ class Module(LightningModule):
         for other, network in self.parallel_networks().items():
             network.requires_grad_(other == name)
 
-    def hold_parameters(self, name: str) -> AbstractContextManager:
-        """Around forward, penalties and backward of a turn; the strategy's recipe where it has one."""
-        hold = getattr(self.trainer.strategy, "hold_parameters", None)
-        return hold(self.parallel_networks()[name]) if hold else nullcontext()
-
-    def turn(self, name: str, batch: Batch, loss: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]) -> dict:
+    def turn(
+        self,
+        name: str,
+        batch: Batch,
+        loss: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]],
+        twice: bool = False,
+    ) -> dict[str, Tensor]:
         """Train network `name` on a batch, micro-batch by micro-batch, with one step at the end.
 
-        `loss(micro_batch)` gives the loss and what to log. Returns the logged values, averaged over the micro-batches,
-        with the gradient's norm. Gradients are communicated on the last micro-batch only.
+        `loss(micro_batch)` gives the loss and what to log; `twice` where it holds gradients of the network itself.
+        Returns the logged values, averaged over the micro-batches, with the gradient's norm. Gradients are communicated
+        on the last micro-batch only.
         """
         self.only(name)
+        network, engine = self.parallel_networks()[name], engine_of(self.trainer)
+        assert [n for n, net in self.parallel_networks().items() if any(p.requires_grad for p in net.parameters())] == [
+            name
+        ], "exactly one network trains in a turn"
         optimizer = self.named_optimizers()[name]
         for group in optimizer.param_groups:
             group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen)
         parts = list(self._micro_batches(batch))
         logged: dict[str, Tensor] = {}
-        with self.hold_parameters(name):
+        with engine.hold(network, twice):
             for number, part in enumerate(parts):
-                with nullcontext() if number == len(parts) - 1 else self._without_communication():
+                last = number == len(parts) - 1
+                with nullcontext() if last else engine.quiet(network):
                     value, found = loss(part)
-                    self.manual_backward(value / len(parts))
+                    engine.add_gradients(self, network, value / len(parts), last)
                 for key, value in found.items():
                     logged[key] = logged.get(key, 0) + value.detach() / len(parts)
-        gradients = [p.grad for p in self.parallel_networks()[name].parameters() if p.grad is not None]
-        logged[f"train/grad_norm_{name}"] = norm = get_total_norm(gradients)
+        logged[f"train/grad_norm_{name}"] = norm = engine.step(network, optimizer, self.clip_norm)
         bad = ~norm.isfinite() & (self.first_bad < 0)
         self.first_bad = torch.where(bad, self.batches_seen, self.first_bad)
-        if self.clip_norm is not None:
-            clip_grads_with_norm_(self.parallel_networks()[name].parameters(), self.clip_norm, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # no gradient outlives its turn
         return logged
 
     def require_finite(self) -> None:
@@ -149,5 +151,9 @@ class Module(LightningModule):
         for start in range(0, len(batch.images), size):
             yield batch.narrow(start, start + size)
 
-    def _without_communication(self) -> AbstractContextManager:
-        return self.trainer.model.no_sync() if hasattr(self.trainer.model, "no_sync") else nullcontext()
+
+def _groups(network: nn.Module) -> list[dict]:
+    """The parameters that may be spread over processes, and apart from them those that are kept whole."""
+    whole = {id(p) for p in network.kept_whole()} if isinstance(network, KeptWhole) else set()
+    groups = [[p for p in network.parameters() if (id(p) in whole) == kept] for kept in (False, True)]
+    return [{"params": group} for group in groups if group]

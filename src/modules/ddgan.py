@@ -51,7 +51,8 @@ class DDGAN(Module):
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         """The discriminator's turn, then the generator's, each on times, pairs and latents of its own."""
         self._kept = {}
-        logged = self.turn("discriminator", batch, self._discriminator_loss)
+        penalised = any(isinstance(callback, CriticPenalty) for callback in self.trainer.callbacks)
+        logged = self.turn("discriminator", batch, self._discriminator_loss, twice=penalised)
         return logged | self.turn("generator", batch, self._generator_loss)
 
     def published_state(self, path: str) -> dict:
@@ -72,21 +73,22 @@ class DDGAN(Module):
             x = noise.normal("sample/x", *self.generator.shape)
             for step in reversed(range(self.diffusion.steps)):
                 t = torch.full((len(x),), step, device=x.device)
-                x = self._fake(x, t, noise, f"sample/{step}", labels)
+                e = noise.normal(f"sample/{step}/posterior", *self.generator.shape)
+                x = self._fake(x, t, e, noise, f"sample/{step}", labels)
         return x
 
     def _discriminator_loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Eq. 5 with the non-saturating loss, plus whatever critic penalty is due on the real x_t."""
         noise = self.noise(part)
-        t, x_t, x_next = self._pair(part.images, noise, "discriminator")
+        t, x_t, x_next, e = self._pair(part.images, noise, "discriminator")
         if self.reuse_generator:
             self.generator.requires_grad_(True)  # its graph is for its own turn: nothing flows into it in this one
-            self._kept[part.first] = t, x_next, self._fake(x_next, t, noise, "discriminator", part.labels)
+            self._kept[part.first] = t, x_next, self._fake(x_next, t, e, noise, "discriminator", part.labels)
             self.generator.requires_grad_(False)
             x_fake = self._kept[part.first][2].detach()
         else:
             with torch.no_grad():
-                x_fake = self._fake(x_next, t, noise, "discriminator", part.labels)
+                x_fake = self._fake(x_next, t, e, noise, "discriminator", part.labels)
         seen: list[Tensor] = []
 
         def critic(x: Tensor) -> Tensor:
@@ -109,20 +111,18 @@ class DDGAN(Module):
             t, x_next, x_fake = self._kept.pop(part.first)
         else:
             noise = self.noise(part)
-            t, _, x_next = self._pair(part.images, noise, "generator")
-            x_fake = self._fake(x_next, t, noise, "generator", part.labels)
+            t, _, x_next, e = self._pair(part.images, noise, "generator")
+            x_fake = self._fake(x_next, t, e, noise, "generator", part.labels)
         loss = F.softplus(-at_least_float32(self.discriminator(x_fake, t, x_next, part.labels))).mean()
         return loss, {"train/loss_generator": loss}
 
-    def _pair(self, images: Tensor, noise: Noise, turn: str) -> tuple[Tensor, Tensor, Tensor]:
-        """t ~ U{0..T-1} (n,) and (x_t, x_{t+1}) ~ q."""
+    def _pair(self, images: Tensor, noise: Noise, turn: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """t ~ U{0..T-1} (n,), (x_t, x_{t+1}) ~ q, and noise for the posterior; all in one draw, for many small ones."""
         t = (noise.uniform(f"{turn}/t") * self.diffusion.steps).long()
-        shape = images.shape[1:]
-        return t, *self.diffusion.q_pair(
-            images, t, noise.normal(f"{turn}/x_t", *shape), noise.normal(f"{turn}/x_next", *shape)
-        )
+        e_t, e_next, e = noise.normal(f"{turn}/x", 3, *images.shape[1:]).unbind(1)
+        return t, *self.diffusion.q_pair(images, t, e_t, e_next), e
 
-    def _fake(self, x_next: Tensor, t: Tensor, noise: Noise, purpose: str, labels: Tensor | None) -> Tensor:
-        """x_t through the generator's x_0 and the posterior, eq. 8."""
+    def _fake(self, x_next: Tensor, t: Tensor, e: Tensor, noise: Noise, purpose: str, labels: Tensor | None) -> Tensor:
+        """x_t through the generator's x_0 and the posterior with noise e, eq. 8."""
         x_0 = self.generator(x_next, t, noise.normal(f"{purpose}/z", self.generator.z_dim), labels)
-        return self.diffusion.posterior_sample(x_0, x_next, t, noise.normal(f"{purpose}/posterior", *x_next.shape[1:]))
+        return self.diffusion.posterior_sample(x_0, x_next, t, e)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src.discrete import copy_row, decide, split_tally
+from src.engine import engine_of
 from src.images import grid
 from src.modules.base import Module
 from src.modules.networks.ddn_decoder import DDNDecoder
@@ -106,11 +107,11 @@ class DDN(Module):
             self.tally *= 0.5 ** (counts / (1000 * self.halflife_kimg))
         self.tally += chosen
         source, target = decide(self.tally, self.leaves, self.min_evidence)
-        state = self.named_optimizers()["decoder"].optimizer.state
+        engine, optimizer = engine_of(self.trainer), self.named_optimizers()["decoder"].optimizer
         keepers = [c for c in self.trainer.callbacks if isinstance(c, KeepsWeights)]
         for layer, head in enumerate(self.decoder.heads):
-            moments = [v for v in state[head.weight].values() if torch.is_tensor(v) and v.shape == head.weight.shape]
-            for tensor in (head.weight, *moments):
+            moments = engine.moments(optimizer, head.weight).values()
+            for tensor in (head.weight, *(v for v in moments if torch.is_tensor(v) and v.dim())):
                 copy_row(tensor, source[layer], target[layer])
             for keeper in keepers:
                 keeper.rows_copied(head.weight, source[layer], target[layer])

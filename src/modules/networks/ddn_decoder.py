@@ -121,8 +121,12 @@ class DDNDecoder(nn.Module):
         return sum(log2(k) for k in self.leaves)
 
     def shard_units(self) -> list[nn.Module]:
-        """The residual blocks in order; heads stay whole, since Split-and-Prune copies their rows."""
+        """The residual blocks in order."""
         return list(self.blocks)
+
+    def kept_whole(self) -> list[nn.Parameter]:
+        """The heads, since Split-and-Prune copies their rows."""
+        return [head.weight for head in self.heads]
 
     def forward(
         self,
@@ -130,8 +134,8 @@ class DDNDecoder(nn.Module):
         labels: Tensor | None = None,  # (b,)
         dropped: Tensor | None = None,  # (b, layers) bool, where chain dropout goes on with `random`
         random: Tensor | None = None,  # (b, layers) int64 codes
-    ) -> Iterator[Layer]:
-        """Training pass: every layer's loss and statistics, one after the other."""
+    ) -> list[Layer]:
+        """Training pass: every layer's loss and statistics."""
         seen: list[Layer] = []
 
         def choose(layer: int, features: Tensor, previous: Tensor, aim: Tensor) -> Tensor:
@@ -140,8 +144,8 @@ class DDNDecoder(nn.Module):
             seen.append(Layer(None, found, nearest))
             return nearest if dropped is None else torch.where(dropped[:, layer], random[:, layer], nearest)
 
-        for image, aim in self._walk(len(target), choose, labels, target):
-            yield seen.pop()._replace(loss=self.loss_fn(image, aim))
+        walk = enumerate(self._walk(len(target), choose, labels, target))
+        return [seen[number]._replace(loss=self.loss_fn(image, aim)) for number, (image, aim) in walk]
 
     @torch.no_grad()
     def encode(self, images: Tensor, labels: Tensor | None = None) -> Tensor:

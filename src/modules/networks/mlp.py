@@ -4,63 +4,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.modules.networks.layers import TimeEmbedding
-
-
-class _Residual(nn.Module):
-    """x + W_2 silu(W_1 silu(x) + condition)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        return x + self.outer(F.silu(self.inner(F.silu(x)) + condition))
-
 
 class _MLP(nn.Module):
-    """Residual blocks on points and their sines and cosines at `frequencies` octaves, which make modes of a hundredth
-    of the range visible (Tancik et al. 2020)."""
+    """Linear layers with leaky ReLUs on numbers and their sines and cosines at `frequencies` octaves (Tancik et al.
+    2020), a learned offset for each time step after the first."""
 
     forward_methods: tuple[str, ...] = ()
 
-    def __init__(self, points: int, others: int, outputs: int, width: int, depth: int, frequencies: int):
+    def __init__(self, inputs: int, outputs: int, steps: int, width: int, depth: int, frequencies: int):
         super().__init__()
-        inputs = points * (1 + 2 * frequencies) + others
-        self.register_buffer("octaves", torch.pi / 4 * 2.0 ** torch.arange(frequencies), persistent=False)
-        self.time_embedding = TimeEmbedding(width, width, F.silu)
-        self.stem = nn.Linear(inputs, width)
-        self.blocks = nn.ModuleList(_Residual(width) for _ in range(depth))
+        self.register_buffer("octaves", torch.pi / 8 * 2.0 ** torch.arange(frequencies), persistent=False)
+        self.time_embedding = nn.Embedding(steps, width)
+        self.stem = nn.Linear(inputs * (1 + 2 * frequencies), width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.head = nn.Linear(width, outputs)
 
-    def run(self, points: Tensor, others: list[Tensor], t: Tensor) -> Tensor:
-        waves = (points[:, :, None] * self.octaves.to(points.dtype)).flatten(1)
-        t_emb, h = self.time_embedding(t), self.stem(torch.cat([points, waves.sin(), waves.cos(), *others], 1))
-        for block in self.blocks:
-            h = block(h, t_emb)
-        return self.head(F.silu(h))
+    def run(self, x: Tensor, t: Tensor) -> Tensor:
+        waves = (x[:, :, None] * self.octaves.to(x.dtype)).flatten(1)
+        h = F.leaky_relu(self.stem(torch.cat([x, waves.sin(), waves.cos()], 1)) + self.time_embedding(t), 0.2)
+        for layer in self.layers:
+            h = F.leaky_relu(layer(h), 0.2)
+        return self.head(h)
 
     def shard_units(self) -> list[nn.Module]:
-        """The residual blocks in order."""
-        return list(self.blocks)
+        """The hidden layers in order."""
+        return list(self.layers)
 
 
 class PointGenerator(_MLP):
-    """G(x_{t+1}, t, z) -> x_0 for points of `channels` numbers, as images (n, channels, 1, 1); unbounded."""
+    """G(x_{t+1}, t, z) -> x_0 for points of `channels` numbers, as images (n, channels, 1, 1); unbounded.
 
-    def __init__(self, channels: int, z_dim: int = 2, width: int = 256, depth: int = 3, frequencies: int = 0):
-        super().__init__(channels, z_dim, channels, width, depth, frequencies)
+    It adds to x_{t+1}, so that from the start every mode is the nearest one of some inputs.
+    """
+
+    def __init__(
+        self, channels: int, steps: int, z_dim: int = 2, width: int = 256, depth: int = 3, frequencies: int = 2
+    ):
+        super().__init__(channels + z_dim, channels, steps, width, depth, frequencies)
         self.z_dim, self.shape = z_dim, (channels, 1, 1)
 
     def forward(self, x: Tensor, t: Tensor, z: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.run(x.flatten(1), [z], t).view_as(x)
+        return x + self.run(torch.cat([x.flatten(1), z], 1), t).view_as(x)
 
 
 class PointDiscriminator(_MLP):
     """D(x_t, t, x_{t+1}) -> logits (n,), for points as images (n, channels, 1, 1)."""
 
-    def __init__(self, channels: int, width: int = 256, depth: int = 3, frequencies: int = 5):
-        super().__init__(2 * channels, 0, 1, width, depth, frequencies)
+    def __init__(self, channels: int, steps: int, width: int = 256, depth: int = 3, frequencies: int = 2):
+        super().__init__(2 * channels, 1, steps, width, depth, frequencies)
 
     def forward(self, x_t: Tensor, t: Tensor, x_next: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.run(torch.cat([x_t.flatten(1), x_next.flatten(1)], 1), [], t).squeeze(1)
+        return self.run(torch.cat([x_t.flatten(1), x_next.flatten(1)], 1), t).squeeze(1)

@@ -1,0 +1,97 @@
+"""Trains small models in float64 under the engines that its command line names; one of two processes, or the only one.
+
+`python strategy_worker.py FOLDER CASE...` with a case of the form name/strategy/micro_batch/kimg; each writes the
+ordinary canonical checkpoints of an ordinary run below FOLDER/case, and goes on from what lies there.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from conftest import TINY, compose_config
+
+import src.run
+from src.datamodules.base import ImageData
+from src.noise import Noise
+
+SHARED = [
+    "batch=8",
+    "schedule_kimg=0.04",
+    "val_every_kimg=1000",
+    "callbacks.checkpoint.every_kimg=0.024",
+    "callbacks.checkpoint.keep=9",
+    "callbacks.checkpoint.every_minutes=null",
+    "callbacks.metrics.every_kimg=0.008",
+    "logger=[csv]",
+    "metric=[]",
+    "model.clip_norm=0.05",
+    "callbacks.ema.halflife_kimg=0.02",
+    "trainer.precision=64-true",
+    "trainer.accelerator=cpu",
+]
+GAN = [
+    "model=ddgan",
+    "data=emoji32",
+    "callbacks=[budget,ema,r1,metrics,checkpoint]",
+    "model.generator.width=8",
+    "model.generator.multipliers=[1,2]",
+    "model.generator.blocks=1",
+    "model.generator.z_dim=4",
+    "model.generator.z_width=8",
+    "model.generator.z_layers=1",
+    "model.discriminator.width=4",
+    "model.discriminator.time_width=8",
+    "model.discriminator.group=2",
+    "callbacks.r1.gamma=0.5",
+]
+MODELS = {
+    "ddn": [*TINY, "data=emoji32", "callbacks=[budget,ema,metrics,checkpoint]", "model.schedule.warmup_kimg=0"],
+    "ddgan": [*GAN, "callbacks.r1.interval=1"],
+    "ddgan_lazy": [*GAN, "callbacks.r1.interval=2"],
+    "expert": [
+        "model=expert",
+        "data=emoji32",
+        "callbacks=[budget,ema,metrics,checkpoint]",
+        "model.network.width=16",
+        "model.network.depth=2",
+        "model.network.heads=2",
+        "model.optimizer.lr=1e-3",
+    ],
+}
+
+
+def in_doubles() -> None:
+    """Everything in float64: what asks for float32 to be precise enough keeps its float64."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else x.to(torch.float32)
+    src.run.PRECISIONS = ("64-true",)
+    drawn, seen = Noise._draw, ImageData.as_seen
+    Noise._draw = lambda self, *what: drawn(self, *what).to(torch.float64)
+    ImageData.as_seen = lambda self, images: seen(self, images.to(torch.float64))
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    in_doubles()
+    for case in cases:
+        model, strategy, micro_batch, kimg = case.split("/")
+        place = folder / f"{model}-{strategy}-{micro_batch}"
+        words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
+        words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
+        if strategy.startswith("deepspeed"):
+            words = [w for w in words if "precision" not in w]
+        try:
+            src.run.train(compose_config(place, *words))
+        except Exception:
+            (place / f"error{os.environ.get('RANK', 0)}.txt").write_text(traceback.format_exc())
+            raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
