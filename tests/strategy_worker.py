@@ -1,7 +1,9 @@
-"""Trains small models in float64 under the engines that its command line names; one of two processes, or the only one.
+"""Trains small models under the engines that its command line names; one of several processes, or the only one.
 
-`python strategy_worker.py FOLDER CASE...` with a case of the form name/strategy/micro_batch/kimg; each writes the
-ordinary canonical checkpoints of an ordinary run below FOLDER/case, and goes on from what lies there.
+`python strategy_worker.py PRECISION FOLDER CASE...` with a case of the form model/strategy/micro_batch/kimg; each
+writes the ordinary canonical checkpoints of an ordinary run below FOLDER/case, and goes on from what lies there.
+PRECISION is 64, or 32 for DeepSpeed, which cannot do more: then without layers that begin near zero and with a larger
+epsilon, so that Adam does not make whole steps of rounding errors.
 """
 
 import os
@@ -32,9 +34,13 @@ SHARED = [
     "metric=[]",
     "model.clip_norm=0.05",
     "callbacks.ema.halflife_kimg=0.02",
-    "trainer.precision=64-true",
     "trainer.accelerator=cpu",
 ]
+LARGER_EPSILON = {
+    "ddn": ["+model.optimizer.eps=1e-3", "model.clip_norm=null"],
+    "expert": ["+model.optimizer.eps=1e-3"],
+    "ddgan": ["+model.optimizer_generator.eps=1e-3", "+model.optimizer_discriminator.eps=1e-3"],
+}
 GAN = [
     "model=ddgan",
     "data=emoji32",
@@ -77,21 +83,43 @@ def in_doubles() -> None:
     ImageData.as_seen = lambda self, images: seen(self, images.to(torch.float64))
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    in_doubles()
+def without_small_layers() -> None:
+    """Layers that begin near zero begin as the others do."""
+    torch.set_num_threads(1)
+    build = src.run.build_model
+
+    def built(config):
+        model = build(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            for parameter in model.parameters():
+                if parameter.dim() > 1 and parameter.abs().max() < 1e-2:
+                    torch.nn.init.xavier_uniform_(parameter.data)
+        return model
+
+    src.run.build_model = built
+
+
+def main(precision: str, folder: Path, cases: list[str]) -> None:
+    if precision == "64":
+        in_doubles()
+    else:
+        without_small_layers()
     for case in cases:
         model, strategy, micro_batch, kimg = case.split("/")
         place = folder / f"{model}-{strategy}-{micro_batch}"
         words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
         words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
-        if strategy.startswith("deepspeed"):
-            words = [w for w in words if "precision" not in w]
+        words += [f"trainer.precision={precision}-true"]
+        if precision == "32":
+            words += LARGER_EPSILON[model.removesuffix("_lazy")]
         try:
             src.run.train(compose_config(place, *words))
         except Exception:
+            place.mkdir(parents=True, exist_ok=True)
             (place / f"error{os.environ.get('RANK', 0)}.txt").write_text(traceback.format_exc())
             raise
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
