@@ -2,6 +2,7 @@
 
 `python strategy_worker.py PRECISION FOLDER CASE...` with a case of the form model/strategy/micro_batch/kimg; each
 writes the ordinary canonical checkpoints of an ordinary run below FOLDER/case, and goes on from what lies there.
+hsdp is meant with two replicas.
 PRECISION is 64, or 32 for DeepSpeed, which cannot do more: then without layers that begin near zero and with a larger
 epsilon, so that Adam does not make whole steps of rounding errors.
 """
@@ -110,7 +111,7 @@ def main(precision: str, folder: Path, cases: list[str]) -> None:
         place = folder / f"{model}-{strategy}-{micro_batch}"
         words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
         words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
-        words += [f"trainer.precision={precision}-true"]
+        words += [f"trainer.precision={precision}-true", *(["strategy.replicas=2"] if strategy == "hsdp" else [])]
         if precision == "32":
             words += LARGER_EPSILON[model.removesuffix("_lazy")]
         try:
