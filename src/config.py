@@ -31,6 +31,7 @@ WATCHERS = (
     "modes",
     "progress",
     "checkpoint",
+    "consistency",
 )  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -198,6 +199,15 @@ def test_wrong_settings_of_a_strategy_are_told(words, said, tmp_path):
         instantiate(compose_config(tmp_path, *words).strategy)
 
 
+def test_the_environment_wins_over_the_address_of_the_configuration(monkeypatch, tmp_path):
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    words = ["strategy.connection.main_address=there", "strategy.connection.main_port=1234"]
+    instantiate(compose_config(tmp_path, "strategy=ddp", *words).strategy)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("here", "1234")
+    monkeypatch.delenv("MASTER_PORT")
+
+
 def test_the_readme_claims_what_is_proven_here():
     section = (ROOT / "README.md").read_text().split("## Strategies")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M)
@@ -209,6 +219,60 @@ def test_the_readme_claims_what_is_proven_here():
 
 
 MODEL_COLUMNS = ("ddn", "ddgan", "expert")
+
+
+def drifting_worker(rank: int, port: int, out: str) -> None:
+    from types import SimpleNamespace
+
+    from src.callbacks.consistency import Consistency
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    network = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(network.weight), torch.nn.init.zeros_(network.bias)
+    module = SimpleNamespace(parallel_networks=lambda: {"network": network})
+    trainer = SimpleNamespace(world_size=2, is_global_zero=rank == 0)
+    Consistency().on_train_batch_end(trainer, module, None, None, 1)
+    with torch.no_grad():
+        network.bias[1] = rank
+    try:
+        Consistency().on_train_batch_end(trainer, module, None, None, 1)
+    except ValueError as error:
+        Path(f"{out}/{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def spawned(worker, processes: int, out: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, str(out)), nprocs=processes)
+
+
+@pytest.mark.slow
+def test_processes_that_drift_apart_are_noticed_by_the_parameter(tmp_path):
+    spawned(drifting_worker, 2, tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"{rank}.txt").read_text()
+        assert said.startswith("1 parameters differ between processes, first network.bias;")
+
+
+def test_parameters_that_nothing_reaches_are_listed(capsys):
+    from types import SimpleNamespace
+
+    from src.callbacks.consistency import Consistency
+
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(network.parameters())
+    network[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    module = SimpleNamespace(
+        parallel_networks=lambda: {"network": network},
+        named_optimizers=lambda: {"network": SimpleNamespace(optimizer=optimizer)},
+    )
+    trainer = SimpleNamespace(world_size=1, is_global_zero=True)
+    Consistency().on_train_batch_end(trainer, module, None, None, 0)
+    assert capsys.readouterr().out == "no gradient reached 2 parameters: network.1.weight, network.1.bias\n"
 
 
 def two_level_worker(rank: int, port: int, out: str) -> None:
@@ -226,12 +290,7 @@ def two_level_worker(rank: int, port: int, out: str) -> None:
 @pytest.mark.slow
 def test_two_levels_of_exchange_sum_over_all_processes(tmp_path):
     """Seven numbers, which two processes of a node cannot share equally, on two nodes of two."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(two_level_worker, (port, str(tmp_path)), nprocs=4)
+    spawned(two_level_worker, 4, tmp_path)
     for rank in range(4):
         assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), torch.arange(7, dtype=torch.float64) * 10)
 

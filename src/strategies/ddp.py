@@ -1,5 +1,6 @@
 """A whole copy of every network in every process, gradients averaged: while they are computed, or at the turn's end."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,15 +22,15 @@ class DDP(DDPStrategy):
 
     Args:
         compression: of gradients on their way, "fp16" or "bf16"; None for none.
-        timeout_minutes: after which a process that waits for another gives up.
+        connection: timeout_minutes, main_address and main_port, as in `connected`.
         options: of DDPStrategy and DistributedDataParallel (bucket_cap_mb, gradient_as_bucket_view,
             process_group_backend, ...).
     """
 
-    def __init__(self, compression: str | None = None, timeout_minutes: float = 30, **options):
+    def __init__(self, compression: str | None = None, connection: dict | None = None, **options):
         if compression not in (None, *HOOKS):
             raise ValueError(f"strategy.compression={compression} is unknown; it may be {', '.join(HOOKS)} or null")
-        super().__init__(timeout=timedelta(minutes=timeout_minutes), **options)
+        super().__init__(**connected(**(connection or {})), **options)
         self.compression, self.engine = compression, _Buckets(self)
 
     def configure_ddp(self) -> None:
@@ -53,12 +54,12 @@ class ManualDDP(DDPStrategy):
 
     Args:
         two_level: sum within each node first, then between nodes, each process a part: for slow links between nodes.
-        timeout_minutes: after which a process that waits for another gives up.
+        connection: timeout_minutes, main_address and main_port, as in `connected`.
         options: of DDPStrategy.
     """
 
-    def __init__(self, two_level: bool = False, timeout_minutes: float = 30, **options):
-        super().__init__(timeout=timedelta(minutes=timeout_minutes), **options)
+    def __init__(self, two_level: bool = False, connection: dict | None = None, **options):
+        super().__init__(**connected(**(connection or {})), **options)
         self.two_level, self.engine = two_level, AtTheEnd(self)
         self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
@@ -89,6 +90,17 @@ class AtTheEnd(Engine):
     def hold(self, network: nn.Module, twice: bool) -> Iterator[None]:
         yield
         self.strategy.average(p.grad for p in network.parameters() if p.grad is not None)
+
+
+def connected(timeout_minutes: float = 30, main_address: str | None = None, main_port: int | None = None) -> dict:
+    """How processes find one another: what is set in the environment wins over the address and port given here.
+
+    After `timeout_minutes` a process that waits for another gives up.
+    """
+    for name, value in (("MASTER_ADDR", main_address), ("MASTER_PORT", main_port)):
+        if value is not None:
+            os.environ.setdefault(name, str(value))
+    return {"timeout": timedelta(minutes=timeout_minutes)}
 
 
 def node_groups(world_size: int, per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
