@@ -38,7 +38,7 @@ def evaluate(config: DictConfig) -> None:
     data = instantiate(known.data)
     data.prepare_data()
     data.setup()
-    held_out = data.held_out.read(slice(0, config.num)).to(model.device)
+    held_out = data.as_seen(data.held_out.read(slice(0, config.num)).to(model.device))
     modes = data.modes(Path(config.cache)).to(model.device) if isinstance(data, KnownModes) else None
     extractor, real, facts = None, None, {}
     if data.channels in (1, 3):
@@ -53,7 +53,7 @@ def evaluate(config: DictConfig) -> None:
             if extractor is not None:
                 features.append(extractor(to_uint8(images)).float().cpu())
             if modes is not None:
-                modes.update(images, data.as_seen(held_out))
+                modes.update(images, held_out)
         if modes is not None:
             found |= modes.compute()
             modes.reset()
@@ -61,7 +61,7 @@ def evaluate(config: DictConfig) -> None:
 
     found: dict[str, Any] = {"run": known.name, **facts, "sample_images": config.num, "seed": config.seed}
     parts = track(held_out.split(config.batch), "Held-out images", disable=len(held_out) <= config.batch)
-    found |= {"held_out_images": len(held_out), "held_out": judged(data.as_seen(part) for part in parts)}
+    found |= {"held_out_images": len(held_out), "held_out": judged(parts)}
     found["checkpoints"] = {}
     for name in names:
         if name != names[0]:

@@ -1,12 +1,13 @@
 """What a run tells people at its end: how the distance went, where everything is, and what to run next."""
 
+import shlex
 from pathlib import Path
 
 from src import checkpoint as canonical
 
 
-def summary(folder: Path) -> str:
-    """The closing lines of a run, from what lies in its folder."""
+def summary(folder: Path, overrides: list[str]) -> str:
+    """The closing lines of a run, from what lies in its folder and what was asked for on the command line."""
     log = read_log(folder)
     lines = ["", f"Run folder        {folder}"]
     for key in sorted(k for k in log if k.startswith("val/")):
@@ -22,16 +23,15 @@ def summary(folder: Path) -> str:
     lines += [f"{name:17} {path}" for name, path in newest.items()]
     saved = canonical.committed(folder / "checkpoints")
     lines += [f"checkpoint        {saved[-1]}"] if saved else []
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Next:",
-            f"  .venv/bin/python sample.py run={folder}    # more samples",
-            f"  .venv/bin/python evaluate.py run={folder}  # its distances, with more images",
-            '  make train ARGS="seed=1"  # once more from another seed; any changed setting has a folder of its own',
-        ]
-    )
+    again = shlex.join([*(word for word in overrides if not word.startswith("seed=")), "seed=1"])
+    lines += ["", "Next:"]
+    if "modes" not in newest:  # points are no images
+        lines.append(f"  .venv/bin/python sample.py run={folder}    # more samples")
+    lines += [
+        f"  .venv/bin/python evaluate.py run={folder}  # its distances, with more images",
+        f"  .venv/bin/python train.py {again}  # from another seed; any changed setting has a folder of its own",
+    ]
+    return "\n".join(lines)
 
 
 def read_log(folder: Path) -> dict[str, list[tuple[float, float]]]:

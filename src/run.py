@@ -34,13 +34,13 @@ def train(config: DictConfig) -> None:
 
     Raises ValueError for what the user can mend, before any training starts.
     """
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     quieten()
     _check(config)
     with _locked(folder):
         done, _ = canonical.newest(folder / "checkpoints")
         if done is not None and int(done.name) >= config.total_kimg * 1000:
-            print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder)}")
+            print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder, overrides)}")
             return
         data = instantiate(config.data)
         data.prepare_data()
@@ -58,7 +58,7 @@ def train(config: DictConfig) -> None:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
             result = {"name": config.name, "kimg": model.images_seen / 1000, "metrics": metrics}
             (folder / "result.json").write_text(json.dumps(result, indent=1))
-            print(summary(folder), flush=True)
+            print(summary(folder, overrides), flush=True)
 
 
 def _imported(config: DictConfig, model, checkpoints: Path) -> bool:

@@ -73,10 +73,10 @@ class ManualDDP(DDPStrategy):
         by_kind: dict[tuple, list[Tensor]] = {}
         for tensor in tensors:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for group in by_kind.values():
-            flat = _flatten_dense_tensors(group) / self.world_size
+        for bucket in (bucket for group in by_kind.values() for bucket in _buckets(group)):
+            flat = _flatten_dense_tensors(bucket) / self.world_size
             all_reduce(flat, self._levels)
-            for tensor, mean in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
+            for tensor, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 tensor.copy_(mean)
 
 
@@ -90,6 +90,18 @@ class AtTheEnd(Engine):
     def hold(self, network: nn.Module, twice: bool) -> Iterator[None]:
         yield
         self.strategy.average(p.grad for p in network.parameters() if p.grad is not None)
+
+
+def _buckets(tensors: list[Tensor], numbers: int = 2**23) -> Iterator[list[Tensor]]:
+    """The tensors in groups of about so many numbers, so that few travel at once and little is copied at a time."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(t.numel() for t in bucket) >= numbers:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def connected(timeout_minutes: float = 30, main_address: str | None = None, main_port: int | None = None) -> dict:

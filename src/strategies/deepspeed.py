@@ -4,6 +4,7 @@ Networks run as plain modules, never through DeepSpeedEngine.forward, whose hook
 the end of a backward pass. What a network keeps whole stays outside of its engine, with an optimizer of its own.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -241,4 +242,5 @@ def _deepspeed():
         import deepspeed
     except ImportError as error:
         raise ValueError("strategy=deepspeed_... needs the package deepspeed: pip install deepspeed==0.19.8") from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
