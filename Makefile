@@ -18,6 +18,8 @@ train: install
 	$(RUN) train.py experiment=ddn_small $(ARGS)
 
 test: install
+	-$(RUN) -c "import importlib.util as u, sys; sys.exit(u.find_spec('deepspeed') is None)" || \
+		$(RUN) -m pip install --quiet --disable-pip-version-check '.[deepspeed]'  # its tests are skipped without it
 	$(RUN) -m pytest $(ARGS)
 
 quick: install

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from src.sharding import like, local, whole
+from src.sharding import like, local, saved
 
 STATE, MANIFEST, BEST = "state.pt", "manifest.json", "best.json"
 
@@ -117,7 +117,7 @@ def optimizer_state(network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name, whole; its options come from the configuration."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     return {
-        names[p]: {key: whole(value) for key, value in optimizer.state[p].items()}
+        names[p]: {key: saved(value) for key, value in optimizer.state[p].items()}
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -135,21 +135,25 @@ def load_optimizer(network: nn.Module, optimizer: Optimizer, state: dict[str, An
     for name, values in state.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            k: like(v, parameter if v.dim() else local(parameter))
+            k: like(v.clone(), parameter if v.dim() else local(parameter))
             if torch.is_tensor(v) and (v.dim() or parameter in counting)
-            else v
+            else (v.clone() if torch.is_tensor(v) else v)
             for k, v in values.items()
         }
 
 
 def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Load weights by name. Raises ValueError naming the first three keys or shapes that differ."""
-    mine = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    require_alike({name: tuple(value.shape) for name, value in module.state_dict().items()}, weights, where)
+    module.load_state_dict({name: like(weights[name], value) for name, value in module.state_dict().items()})
+
+
+def require_alike(mine: dict[str, tuple], weights: dict[str, Tensor], where: str) -> None:
+    """Raise ValueError naming the first three keys or shapes in which the weights differ from `mine`."""
     theirs = {name: tuple(value.shape) for name, value in weights.items()}
     if differ := [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]:
         shown = ", ".join(f"{n} (here {mine.get(n)}, there {theirs.get(n)})" for n in differ[:3])
         raise ValueError(f"{where} is of another architecture: {len(differ)} names or shapes differ, first {shown}")
-    module.load_state_dict({name: like(weights[name], value) for name, value in module.state_dict().items()})
 
 
 class _Hashing:

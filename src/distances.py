@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -124,7 +126,7 @@ def scores(fake: Tensor, real: Tensor | dict[str, np.ndarray], extractor: Extrac
         subset = {"kid_subset_size": min(1000, len(fake), len(real))}
         kid = kid_features_to_metric(fake, real.double(), verbose=False, **subset)
         found["kid"] = kid["kernel_inception_distance_mean"]
-        lean = {"verbose": False, "save_cpu_ram": len(fake) * len(real) > 10**8}
+        lean = {"verbose": False, "save_cpu_ram": max(len(fake), len(real)) ** 2 > 10**8}
         prc = prc_features_to_metric(fake.float(), real.float(), **lean)
         found |= {"precision": prc["precision"], "recall": prc["recall"]}
     return {extractor.metric(kind): float(value) for kind, value in found.items()}
@@ -138,14 +140,13 @@ def read_statistics(path: Path, extractor: Extractor) -> dict[str, np.ndarray]:
     try:
         with np.load(path) as file:
             found = {name: np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma")}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(
             f"real={path} is no file of statistics, which holds mu and sigma as np.savez writes it"
         ) from error
-    if found["mu"].shape != (extractor.num_features,):
-        raise ValueError(
-            f"real={path} is of {found['mu'].size} features, but {extractor.name} has {extractor.num_features}"
-        )
+    size = extractor.num_features
+    if found["mu"].shape != (size,) or found["sigma"].shape != (size, size):
+        raise ValueError(f"real={path} is of {found['mu'].size} features, but {extractor.name} has {size}")
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from src import checkpoint as canonical
-from src.sharding import like, local, spread, total_norm, whole
+from src.sharding import like, local, saved, spread, total_norm
 
 
 class Engine:
@@ -25,7 +25,7 @@ class Engine:
         return nullcontext()
 
     def quiet(self, network: nn.Module) -> AbstractContextManager:
-        """Around every micro-batch of a turn but the last: nothing is communicated."""
+        """Around every micro-batch of a turn but the last: gradients need not be communicated yet."""
         return nullcontext()
 
     def add_gradients(self, module, network: nn.Module, loss: Tensor, last: bool) -> None:
@@ -48,7 +48,7 @@ class Engine:
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Every weight and buffer by name, whole; all processes call it together."""
-        return {name: whole(value) for name, value in module.state_dict().items()}
+        return {name: saved(value) for name, value in module.state_dict().items()}
 
     def load_weights(self, module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
         """Put back what `weights` gave; every process has all of it."""
@@ -66,9 +66,12 @@ class Engine:
         """What this process keeps of a parameter, sharing its memory; averages are made of these."""
         return local(parameter.detach())
 
+    def parts_written(self, network: nn.Module) -> None:
+        """What `part` gave has been written to: whole copies that are kept elsewhere are out of date."""
+
     def together(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """Such parts of all processes, as one tensor of the parameter's shape; all processes call it together."""
-        return whole(spread(part, parameter))
+        """Such parts of all processes, as one tensor for a file; all processes call it together."""
+        return saved(spread(part, parameter))
 
     def apart(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """The part that this process keeps of a whole value."""

@@ -32,19 +32,26 @@ def evaluate(config: DictConfig) -> None:
     scores every checkpoint, draws the curves and names the best.
     """
     quieten()
+    for key, least in (("num", 4), ("reference", 4), ("batch", 1)):
+        if config[key] < least:
+            raise ValueError(f"{key}={config[key]} is too few; scores need {key} >= {least}")
     names = checkpoint_names(config.run) if config.checkpoint == "all" else [config.checkpoint]
     model, state, source = load(config.run, names[0])
     known = OmegaConf.create(state["config"])
     data = instantiate(known.data)
     data.prepare_data()
     data.setup()
-    held_out = data.as_seen(data.held_out.read(slice(0, config.num)).to(model.device))
+    held_out = data.held_out.read(slice(0, config.num))
+    shown = data.as_seen(held_out[:10000]) if isinstance(data, KnownModes) else None
     modes = data.modes(Path(config.cache)).to(model.device) if isinstance(data, KnownModes) else None
     extractor, real, facts = None, None, {}
     if data.channels in (1, 3):
         extractor = find_extractor(config.inception, "inception").to(model.device)
         real, facts = _real(config, data, extractor)
         print(f"Features by {extractor.name}, against {facts['real']}", flush=True)
+
+    def seen(stored: Tensor) -> Tensor:
+        return data.as_seen(stored.to(model.device))
 
     @torch.no_grad()
     def judged(batches: Iterable[Tensor]) -> dict[str, float]:
@@ -53,7 +60,7 @@ def evaluate(config: DictConfig) -> None:
             if extractor is not None:
                 features.append(extractor(to_uint8(images)).float().cpu())
             if modes is not None:
-                modes.update(images, held_out)
+                modes.update(images, shown.to(images.device))
         if modes is not None:
             found |= modes.compute()
             modes.reset()
@@ -61,7 +68,7 @@ def evaluate(config: DictConfig) -> None:
 
     found: dict[str, Any] = {"run": known.name, **facts, "sample_images": config.num, "seed": config.seed}
     parts = track(held_out.split(config.batch), "Held-out images", disable=len(held_out) <= config.batch)
-    found |= {"held_out_images": len(held_out), "held_out": judged(parts)}
+    found |= {"held_out_images": len(held_out), "held_out": judged(map(seen, parts))}
     found["checkpoints"] = {}
     for name in names:
         if name != names[0]:
@@ -92,17 +99,18 @@ def _real(config: DictConfig, data, extractor: Extractor) -> tuple[Tensor | dict
         return read_statistics(where, extractor), facts | {"real": str(where)}
     measure = Distances(extractor).to(next(extractor.parameters()).device)
     if where is None:
-        count = min(config.reference, len(data.train))
-        identity, facts["real"] = data.identity, f"the first {count} training images"
-        images = partial(data.reference, config.reference, 0, 1)
-        count = config.reference
+        count, identity = config.reference, data.identity
+        facts["real"] = f"the first {min(count, len(data.train))} training images"
+        images, size = partial(data.reference, count, 0, 1), data.val_batch
     else:
+        if not where.exists():
+            raise ValueError(f"real={where} is neither a folder nor a file")
         files = image_files(where)
         count, facts["real"] = len(files), f"the {len(files)} images in {where}"
         facts_read = f"{listing(files, where)}\n{data.channels} {data.resolution}"
         identity = hashlib.sha256(facts_read.encode()).hexdigest()
-        images = partial(_read, files, data.channels, data.resolution, config.batch)
-    shown = lambda: track(images(), "Real images", total=-(-count // config.batch))  # noqa: E731
+        images, size = partial(_read, files, data.channels, data.resolution, config.batch), config.batch
+    shown = lambda: track(images(), "Real images", total=-(-count // size))  # noqa: E731
     measure.real_from(Path(config.cache), identity, count, shown, rank=0)
     return measure.real_state()["features"], facts
 

@@ -81,6 +81,8 @@ class KeptWhole(Protocol):
 class CriticPenalty(Protocol):
     """A callback that adds a loss term in a critic's turn; it is handed the critic as a function."""
 
+    due: bool  # in the batch at hand
+
     def critic_penalty(self, critic: Callable[[Tensor], Tensor], real: Tensor) -> Tensor | None:
         """The term for this micro-batch of real images, or None where none is due."""
 

@@ -19,11 +19,13 @@ def summary(folder: Path, overrides: list[str]) -> str:
         lines.append(f"choices           KL against uniform {value:.3f} nats, {band} the band < 0.1")
     newest: dict[str, Path] = {}
     for picture in sorted((folder / "pictures").glob("*.png")):
-        newest[picture.stem.rpartition("_")[0]] = picture
+        newest[picture.stem.rpartition("_")[0] or picture.stem] = picture
     lines += [f"{name:17} {path}" for name, path in newest.items()]
     saved = canonical.committed(folder / "checkpoints")
     lines += [f"checkpoint        {saved[-1]}"] if saved else []
-    again = shlex.join([*(word for word in overrides if not word.startswith("seed=")), "seed=1"])
+    seeds = [int(word[5:]) for word in overrides if word.startswith("seed=")]
+    others = [word for word in overrides if not word.startswith("seed=")]
+    again = shlex.join([*others, f"seed={max(seeds, default=0) + 1}"])
     lines += ["", "Next:"]
     if "modes" not in newest:  # points are no images
         lines.append(f"  .venv/bin/python sample.py run={folder}    # more samples")

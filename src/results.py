@@ -93,9 +93,14 @@ def load(run: str | None, which: str) -> tuple[Any, dict[str, Any], Path]:
 
 def checkpoint_names(run: str | None) -> list[str]:
     """The names of a run's checkpoints, oldest first. Raises ValueError where there is none."""
-    found = [path.name for path in canonical.committed(_run_folder(run) / "checkpoints")]
+    found = []
+    for path in canonical.committed(_run_folder(run) / "checkpoints"):
+        if (why := canonical.fault(path)) is None:
+            found.append(path.name)
+        else:
+            print(f"checkpoint {path.name} is not used: {why}")
     if not found:
-        raise ValueError(f"{run} has no checkpoint yet")
+        raise ValueError(f"{run} has no checkpoint that can be used")
     return found
 
 

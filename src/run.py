@@ -101,6 +101,12 @@ def _check(config: DictConfig) -> None:
             f"trainer.precision={config.trainer.precision} is not supported, since networks that take turns cannot "
             f"share one loss scale; choose {' or '.join(PRECISIONS)}"
         )
+    several = config.trainer.num_nodes != 1 or config.trainer.devices not in (1, "1", "auto", [0])
+    if several and HydraConfig.get().runtime.choices.strategy == "single":
+        raise ValueError(
+            f"trainer.devices={config.trainer.devices} asks for several processes, but strategy=single is one; choose "
+            f"strategy=ddp, or another of those in conf/strategy"
+        )
     if config.total_kimg > config.schedule_kimg:
         raise ValueError(
             f"total_kimg={config.total_kimg} goes beyond schedule_kimg={config.schedule_kimg}, where the learning "

@@ -12,6 +12,11 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def saved(value):
+    """The same for a file: put together in host memory, so that devices never hold all of a network that is spread."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
 def local(value: Tensor) -> Tensor:
     """This process's part of a spread tensor, sharing its memory; any other tensor as it is."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -26,7 +26,10 @@ from src.noise import Noise
 SHARED = [
     "batch=8",
     "schedule_kimg=0.04",
-    "val_every_kimg=1000",
+    "val_every_kimg=0.016",  # with the averages in the place of the weights
+    "data.val_batch=4",
+    "+trainer.limit_val_batches=1",
+    "callbacks.ema.rampup=null",
     "callbacks.checkpoint.every_kimg=0.024",
     "callbacks.checkpoint.keep=9",
     "callbacks.checkpoint.every_minutes=null",
@@ -69,6 +72,7 @@ MODELS = {
         "model.network.depth=2",
         "model.network.heads=2",
         "model.optimizer.lr=1e-3",
+        "model.steps=2",
     ],
 }
 
@@ -112,6 +116,8 @@ def main(precision: str, folder: Path, cases: list[str]) -> None:
         words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
         words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
         words += [f"trainer.precision={precision}-true", *(["strategy.replicas=2"] if strategy == "hsdp" else [])]
+        if (model, strategy) == ("ddgan", "deepspeed_zero3"):  # even the smallest parameters in parts
+            words.append("+strategy.zero.stage3_param_persistence_threshold=0")
         if precision == "32":
             words += LARGER_EPSILON[model.removesuffix("_lazy")]
         try:

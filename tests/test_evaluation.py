@@ -171,7 +171,7 @@ def test_a_damaged_real_image_is_named(evaluated, tmp_path):
 
 
 def test_real_images_that_are_not_there_are_told_in_a_sentence(evaluated):
-    with pytest.raises(ValueError, match="/no/such/place is not a folder"):
+    with pytest.raises(ValueError, match="real=/no/such/place is neither a folder nor a file"):
         evaluated("real=/no/such/place")
 
 

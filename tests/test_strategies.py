@@ -156,6 +156,32 @@ def test_what_one_process_saved_two_go_on_with(model, strategy, alone, resumed):
     assert_equal(tensors(ours, LAST), tensors(theirs, LAST), strategy)
 
 
+@pytest.fixture(scope="module")
+def resumed_alone(tmp_path_factory, together):
+    """resumed_alone(strategy): one process from the middle of two processes' runs to their end."""
+    kept = {}
+
+    def run(strategy):
+        if strategy not in kept:
+            kept[strategy] = tmp_path_factory.mktemp(f"alone_{strategy}")
+            models = [m for m, s in PROVEN if s == strategy and m != "ddgan_lazy"]
+            for model in models:
+                to = run_of(kept[strategy], model, "single", 4)
+                copied(run_of(together(strategy), model, strategy, micro_batch(model)), to)
+            launch(1, strategy, kept[strategy], [f"{model}/single/4/0.04" for model in models])
+        return kept[strategy]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, strategy", proven(lambda model, strategy: model != "ddgan_lazy"))
+def test_what_two_processes_saved_one_goes_on_with(model, strategy, alone, resumed_alone):
+    ours = run_of(resumed_alone(strategy), model, "single", 4)
+    theirs = run_of(alone(strategy), model, "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), strategy)
+
+
 @pytest.mark.slow
 def test_splits_happened_while_engines_were_compared(alone):
     log = (run_of(alone("ddp"), "ddn", "single", 4) / "metrics.csv").read_text()
@@ -201,11 +227,11 @@ def test_wrong_settings_of_a_strategy_are_told(words, said, tmp_path):
 
 def test_the_environment_wins_over_the_address_of_the_configuration(monkeypatch, tmp_path):
     monkeypatch.setenv("MASTER_ADDR", "here")
-    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "")
+    monkeypatch.delenv("MASTER_PORT")
     words = ["strategy.connection.main_address=there", "strategy.connection.main_port=1234"]
     instantiate(compose_config(tmp_path, "strategy=ddp", *words).strategy)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("here", "1234")
-    monkeypatch.delenv("MASTER_PORT")
 
 
 def test_the_readme_claims_what_is_proven_here():

@@ -34,7 +34,7 @@ class Consistency(Callback):
         least, most = sums.clone(), sums.clone()
         dist.all_reduce(least, dist.ReduceOp.MIN)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        if (differ := (least != most).nonzero().flatten()).numel():
+        if (differ := ((least != most) & ~sums.isnan()).nonzero().flatten()).numel():
             name = list(whole)[int(differ[0])]
             raise ValueError(
                 f"{len(differ)} parameters differ between processes, first {name}; something in a turn depends on the "

@@ -83,17 +83,19 @@ class EMA(Callback):
             copy_row(self.averages[name], source, target)
 
     def on_validation_start(self, trainer, module):
-        self._swap(into=True)
+        self._swap(module, into=True)
 
     def on_validation_end(self, trainer, module):
-        self._swap(into=False)
+        self._swap(module, into=False)
 
     @torch.no_grad()
-    def _swap(self, into: bool) -> None:
+    def _swap(self, module, into: bool) -> None:
         if into:
             self._weights = {name: self._engine.part(p).clone() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
             self._engine.part(parameter).copy_((self.averages if into else self._weights)[name])
+        for name in module.averaged:
+            self._engine.parts_written(module.parallel_networks()[name])
         if not into:
             del self._weights
         self.swapped = into

@@ -95,8 +95,8 @@ class Module(LightningModule):
         """Train network `name` on a batch, micro-batch by micro-batch, with one step at the end.
 
         `loss(micro_batch)` gives the loss and what to log; `twice` where it holds gradients of the network itself.
-        Returns the logged values, averaged over the micro-batches, with the gradient's norm. Gradients are communicated
-        on the last micro-batch only.
+        Returns the logged values, averaged over the micro-batches, with the gradient's norm. Where the engine can,
+        gradients are communicated on the last micro-batch only.
         """
         self.only(name)
         network, engine = self.parallel_networks()[name], engine_of(self.trainer)

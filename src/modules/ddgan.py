@@ -51,7 +51,7 @@ class DDGAN(Module):
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         """The discriminator's turn, then the generator's, each on times, pairs and latents of its own."""
         self._kept = {}
-        penalised = any(isinstance(callback, CriticPenalty) for callback in self.trainer.callbacks)
+        penalised = any(isinstance(c, CriticPenalty) and c.due for c in self.trainer.callbacks)
         logged = self.turn("discriminator", batch, self._discriminator_loss, twice=penalised)
         return logged | self.turn("generator", batch, self._generator_loss)
 

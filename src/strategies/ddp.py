@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from src.engine import Engine
 
+Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # within a node, and between nodes
 HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
@@ -34,8 +35,8 @@ class DDP(DDPStrategy):
         self.compression, self.engine = compression, _Buckets(self)
 
     def configure_ddp(self) -> None:
-        several = len(self.lightning_module.parallel_networks()) > 1  # of which one trains at a time
-        self._ddp_kwargs["find_unused_parameters"] = several
+        if len(self.lightning_module.parallel_networks()) > 1:  # of which one trains at a time
+            self._ddp_kwargs["find_unused_parameters"] = True
         super().configure_ddp()
         if self.compression is not None:
             self.model.register_comm_hook(None, HOOKS[self.compression])
@@ -61,20 +62,20 @@ class ManualDDP(DDPStrategy):
     def __init__(self, two_level: bool = False, connection: dict | None = None, **options):
         super().__init__(**connected(**(connection or {})), **options)
         self.two_level, self.engine = two_level, AtTheEnd(self)
-        self._levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._levels: Levels | None = None
 
     def configure_ddp(self) -> None:
         """No wrapper: networks are built alike everywhere, from the seed."""
         if self.two_level:
-            self._levels = node_groups(self.world_size, self.num_processes)
+            self._levels = node_groups(self.world_size, self.num_processes, self._timeout)
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """The mean of each tensor over all processes, in place; all processes have the same tensors."""
         by_kind: dict[tuple, list[Tensor]] = {}
         for tensor in tensors:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for bucket in (bucket for group in by_kind.values() for bucket in _buckets(group)):
-            flat = _flatten_dense_tensors(bucket) / self.world_size
+        for bucket in (bucket for group in by_kind.values() for bucket in _portions(group)):
+            flat = _flatten_dense_tensors(bucket).div_(self.world_size)
             all_reduce(flat, self._levels)
             for tensor, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 tensor.copy_(mean)
@@ -92,14 +93,16 @@ class AtTheEnd(Engine):
         self.strategy.average(p.grad for p in network.parameters() if p.grad is not None)
 
 
-def _buckets(tensors: list[Tensor], numbers: int = 2**23) -> Iterator[list[Tensor]]:
+def _portions(tensors: list[Tensor], numbers: int = 2**23) -> Iterator[list[Tensor]]:
     """The tensors in groups of about so many numbers, so that few travel at once and little is copied at a time."""
     bucket: list[Tensor] = []
+    held = 0
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(t.numel() for t in bucket) >= numbers:
+        held += tensor.numel()
+        if held >= numbers:
             yield bucket
-            bucket = []
+            bucket, held = [], 0
     if bucket:
         yield bucket
 
@@ -115,15 +118,15 @@ def connected(timeout_minutes: float = 30, main_address: str | None = None, main
     return {"timeout": timedelta(minutes=timeout_minutes)}
 
 
-def node_groups(world_size: int, per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def node_groups(world_size: int, per_node: int, timeout: timedelta | None = None) -> Levels:
     """This process's node, and the processes at its place in every node. All processes call it together."""
     rank, nodes = dist.get_rank(), range(0, world_size, per_node)
-    within = [dist.new_group(list(range(first, first + per_node))) for first in nodes]
-    between = [dist.new_group(list(range(place, world_size, per_node))) for place in range(per_node)]
+    within = [dist.new_group(list(range(first, first + per_node)), timeout) for first in nodes]
+    between = [dist.new_group(list(range(place, world_size, per_node)), timeout) for place in range(per_node)]
     return within[rank // per_node], between[rank % per_node]
 
 
-def all_reduce(flat: Tensor, levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None) -> None:
+def all_reduce(flat: Tensor, levels: Levels | None = None) -> None:
     """The sum over all processes, in place; with `levels`, scattered within a node, summed between, and gathered."""
     if levels is None:
         dist.all_reduce(flat)

@@ -57,7 +57,8 @@ class DeepSpeed(ManualDDP):
             return
         module = self.lightning_module
         for (name, network), optimizer in zip(module.parallel_networks().items(), self.optimizers, strict=True):
-            self.engine.add(name, network, optimizer, module.clip_norm, self._config(module.clip_norm))
+            maker, clip_norm = module.optimizer_makers[name], module.clip_norm
+            self.engine.add(name, network, optimizer, maker, clip_norm, self._config(clip_norm))
 
     def _config(self, clip_norm: float | None) -> dict:
         zero = {"stage": self.stage, "overlap_comm": self.root_device.type != "cpu", **self.zero}
@@ -78,7 +79,7 @@ class _Zero(Engine):
         self.engines: dict[nn.Module, object] = {}
         self.whole: dict[nn.Module, Optimizer] = {}  # the optimizers of parameters that are kept whole
 
-    def add(self, name: str, network: nn.Module, optimizer: Optimizer, clip_norm: float | None, config: dict) -> None:
+    def add(self, name: str, network: nn.Module, optimizer: Optimizer, maker, clip_norm, config: dict) -> None:
         """Put a network into an engine of its own. Raises ValueError for what ZeRO cannot do."""
         kept = network.kept_whole() if isinstance(network, KeptWhole) else []
         if kept and self.strategy.stage == 3:
@@ -91,12 +92,16 @@ class _Zero(Engine):
                 f"the {name} keeps whole; use strategy=fsdp, or model.clip_norm=null"
             )
         if kept:
-            self.whole[network] = type(optimizer)(kept, **optimizer.defaults)
+            self.whole[network] = maker(kept)
             optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"][0] not in set(kept)]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.engines[network] = _deepspeed().initialize(
-            model=network, optimizer=optimizer, model_parameters=parameters, config=config, dist_init_required=False
-        )[0]
+        try:
+            self.engines[network] = _deepspeed().initialize(
+                model=network, optimizer=optimizer, model_parameters=parameters, config=config, dist_init_required=False
+            )[0]
+        except ValueError as error:  # of several lines, the first of which says little
+            said = " ".join(str(error).split())
+            raise ValueError(f"strategy.zero={self.strategy.zero} is refused: {said}") from error
 
     @contextmanager
     def hold(self, network: nn.Module, twice: bool) -> Iterator[None]:
@@ -134,14 +139,18 @@ class _Zero(Engine):
         return next(kept.state[parameter] for kept in self.whole.values() if parameter in kept.state)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        with self._gathered(module):
-            return {name: value.clone() for name, value in module.state_dict().items()}
+        values = module.state_dict(keep_vars=True)
+        return {name: self.together(value, self.part(value)) for name, value in values.items()}
 
+    @torch.no_grad()
     def load_weights(self, module: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-        with self._gathered(module, modifier_rank=0):
-            canonical.load_weights(module, weights, where)
-        if self.strategy.stage > 0:
-            for engine in self.engines.values():
+        values = module.state_dict(keep_vars=True)
+        canonical.require_alike({n: tuple(getattr(v, "ds_shape", v.shape)) for n, v in values.items()}, weights, where)
+        for name, value in values.items():
+            self.part(value).copy_(self.apart(value, weights[name].to(value.device)))
+        for network, engine in self.engines.items():
+            self.parts_written(network)
+            if self.strategy.stage > 0:
                 engine.optimizer.refresh_fp32_params()
 
     def optimizer_state(self, network: nn.Module, optimizer: Optimizer) -> dict[str, dict]:
@@ -156,7 +165,8 @@ class _Zero(Engine):
         others = {key: value for key, value in one.items() if key not in moments}
         for name, parameter in network.named_parameters():
             if name not in state:
-                state[name] = others | {key: safe_get_full_optimizer_state(parameter, key) for key in moments}
+                whole = {key: safe_get_full_optimizer_state(parameter, key) for key in moments}
+                state[name] = {k: v.clone() if torch.is_tensor(v) else v for k, v in others.items()} | whole
         return state
 
     def load_optimizer(self, network: nn.Module, optimizer: Optimizer, state: dict[str, dict]) -> None:
@@ -172,11 +182,11 @@ class _Zero(Engine):
         flats = zero.fp32_partitioned_groups_flat if self.strategy.stage == 3 else zero.single_partition_of_fp32_groups
         groups = zero.fp16_groups if self.strategy.stage == 3 else zero.bit16_groups
         for flat, group in zip(flats, groups, strict=True):
-            values = state[names[group[0]]]
+            values = next((found for p in group if (found := state[names[p]])), {})
             moments = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
             optimizer.state[flat] = _on(flat.device, {k: v for k, v in values.items() if k not in moments})
             optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in moments}
-            for parameter in group:
+            for parameter in (p for p in group if state[names[p]]):
                 for key in moments:
                     self._put(parameter, flat, optimizer.state[flat][key], state[names[parameter]][key].to(flat.device))
 
@@ -194,12 +204,16 @@ class _Zero(Engine):
     def part(self, parameter: nn.Parameter) -> Tensor:
         return parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.detach()
 
+    def parts_written(self, network: nn.Module) -> None:
+        if self.strategy.stage == 3:
+            self.engines[network].optimizer.empty_partition_cache()  # frees what is whole, without writing it back
+
     def together(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         if not hasattr(parameter, "ds_tensor"):
             return part
         parts = [torch.empty_like(part) for _ in range(self.strategy.world_size)]
         dist.all_gather(parts, part)
-        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape).cpu()
 
     def apart(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         if not hasattr(parameter, "ds_tensor"):
@@ -207,11 +221,6 @@ class _Zero(Engine):
         size = parameter.ds_tensor.numel()
         padded = torch.nn.functional.pad(value.flatten(), (0, size * self.strategy.world_size - value.numel()))
         return padded.narrow(0, self.strategy.global_rank * size, size)
-
-    def _gathered(self, module: nn.Module, modifier_rank: int | None = None):
-        if self.strategy.stage < 3 or not self.engines:
-            return nullcontext()
-        return _deepspeed().zero.GatheredParameters(list(module.parameters()), modifier_rank=modifier_rank)
 
 
 @contextmanager
@@ -234,7 +243,7 @@ def _gathered_until_the_end(network: nn.Module) -> Iterator[None]:
 
 
 def _on(device: torch.device, state: dict) -> dict:
-    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in state.items()}
+    return {key: value.to(device, copy=True) if torch.is_tensor(value) else value for key, value in state.items()}
 
 
 def _deepspeed():

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from src.protocols import KeptWhole
+from src.protocols import KeptWhole, ShardUnits
 from src.strategies.ddp import AtTheEnd, ManualDDP
 
 
@@ -23,6 +23,8 @@ class FSDP(ManualDDP):
 
     def __init__(self, replicas: int = 1, **options):
         super().__init__(**options)
+        if replicas < 1:
+            raise ValueError(f"strategy.replicas={replicas} must be at least 1")
         self.replicas, self.engine = replicas, _Shards(self)
 
     def configure_ddp(self) -> None:
@@ -35,12 +37,17 @@ class FSDP(ManualDDP):
         if self.replicas > 1:
             shape, names = (self.replicas, self.world_size // self.replicas), ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        for network in self.lightning_module.parallel_networks().values():
+        for name, network in self.lightning_module.parallel_networks().items():
+            if not isinstance(network, ShardUnits):
+                raise ValueError(
+                    f"the {name} does not say what may be sharded; give {type(network).__name__} shard_units() and "
+                    f"forward_methods"
+                )
             whole = set(network.kept_whole()) if isinstance(network, KeptWhole) else set()
             for unit in (*network.shard_units(), network):
                 fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-            for name in network.forward_methods:
-                register_fsdp_forward_method(network, name)
+            for method in network.forward_methods:
+                register_fsdp_forward_method(network, method)
 
 
 class _Shards(AtTheEnd):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 class _MLP(nn.Module):
     """Linear layers with leaky ReLUs on numbers and their sines and cosines at `frequencies` octaves (Tancik et al.
-    2020), a learned offset for each time step after the first."""
+    2020); after the first layer each time step adds an offset that it learns."""
 
     forward_methods: tuple[str, ...] = ()
 
