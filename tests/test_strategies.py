@@ -144,8 +144,8 @@ def test_two_processes_give_the_weights_of_one(model, strategy, alone, together)
     for moment in (MIDDLE, LAST):
         assert_equal(tensors(ours, moment), tensors(theirs, moment), strategy)
     begun, ended = tensors(theirs, MIDDLE), tensors(theirs, LAST)
-    moved = [(ended[n] - begun[n]).abs().max().item() for n in begun if n.startswith("/weights") and "head" in n]
-    assert max(moved) > 1e-4
+    moved = [(ended[n] - begun[n]).abs().max().item() for n in begun if n.startswith("/weights") and "tally" not in n]
+    assert max(moved) > 4e-5  # twenty times what may differ, and more
 
 
 @pytest.mark.slow
