@@ -757,7 +757,7 @@ def test_the_classifier_is_trained_once_and_leaves_the_global_generator_alone(tm
 @pytest.mark.slow
 def test_the_classifier_knows_held_out_images(composed, tmp_path):
     data = instantiate(composed("experiment=ddgan_stackedmnist").data)
-    network = trained_classifier(*data.grey(), tmp_path)
+    network = data.modes(tmp_path).classifier
     images, labels = data.load()[1]
     padded = F.pad(torch.from_numpy(images), (data.padding,) * 4)
     right = network(padded).argmax(1) == torch.from_numpy(labels.astype(np.int64))
