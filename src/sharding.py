@@ -40,7 +40,7 @@ def spread(part: Tensor, other: Tensor) -> Tensor:
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The norm () over all tensors, of which some may be spread over processes."""
     tensors = list(tensors)
-    spread = [t for t in tensors if isinstance(t, DTensor)]
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
     others = [t for t in tensors if not isinstance(t, DTensor)]
-    norms = [whole(get_total_norm(part)) for part in (spread, others) if part]
+    norms = [whole(get_total_norm(part)) for part in (sharded, others) if part]
     return get_total_norm(norms) if len(norms) == 2 else norms[0]

@@ -188,9 +188,9 @@ class _Zero(Engine):
             optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in moments}
             for parameter in (p for p in group if state[names[p]]):
                 for key in moments:
-                    self._put(parameter, flat, optimizer.state[flat][key], state[names[parameter]][key].to(flat.device))
+                    self._put(parameter, optimizer.state[flat][key], state[names[parameter]][key].to(flat.device))
 
-    def _put(self, parameter: nn.Parameter, flat: Tensor, moment: Tensor, value: Tensor) -> None:
+    def _put(self, parameter: nn.Parameter, moment: Tensor, value: Tensor) -> None:
         """Write the part of a whole moment that belongs to this process into the flat one."""
         if self.strategy.stage == 3:
             zero = parameter._z3_optimizer
