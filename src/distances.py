@@ -111,8 +111,8 @@ _FID_STATE = ("real_features_sum", "real_features_cov_sum", "real_features_num_s
 def scores(fake: Tensor, real: Tensor | dict[str, np.ndarray], extractor: Extractor) -> dict[str, float]:
     """Honest metric name -> value of generated features (n, d), by torch-fidelity.
 
-    Against real features (m, d): FID, KID, precision and recall (Kynkaanniemi et al. 2019, 3 neighbours). Against
-    their statistics, as `read_statistics` gives them: FID alone.
+    Against real features (m, d): FID, KID, precision and recall (Kynkaanniemi et al. 2019, 3 neighbours, so
+    where there are four images or more). Against their statistics, as `read_statistics` gives them: FID alone.
     """
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_kid import kid_features_to_metric
@@ -126,6 +126,7 @@ def scores(fake: Tensor, real: Tensor | dict[str, np.ndarray], extractor: Extrac
         subset = {"kid_subset_size": min(1000, len(fake), len(real))}
         kid = kid_features_to_metric(fake, real.double(), verbose=False, **subset)
         found["kid"] = kid["kernel_inception_distance_mean"]
+    if not isinstance(real, dict) and min(len(fake), len(real)) > 3:
         lean = {"verbose": False, "save_cpu_ram": max(len(fake), len(real)) ** 2 > 10**8}
         prc = prc_features_to_metric(fake.float(), real.float(), **lean)
         found |= {"precision": prc["precision"], "recall": prc["recall"]}

@@ -57,6 +57,10 @@ def test_scores_are_those_of_the_closed_forms():
     assert 0 < found["precision"] < 1 and found["precision"] != found["recall"]
 
 
+def test_three_images_have_no_third_neighbour():
+    assert set(scores(features(3, 2), features(60, 1), Four())) == {"fid", "kid"}
+
+
 def test_kid_is_the_unbiased_polynomial_one():
     real, fake = features(40, 1), features(40, 2, shift=1.0)  # subsets of all: nothing is left to chance
     x, y = real.double(), fake.double()
