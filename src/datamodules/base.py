@@ -9,6 +9,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from src.engine import engine_of
 from src.noise import Noise, order
 from src.protocols import Batch
 
@@ -129,12 +130,12 @@ class ImageData(LightningDataModule):
             )
 
     def train_dataloader(self) -> DataLoader:
-        self.check_split(self.trainer.world_size)
-        shares = Shares(self.position, self.batch, self.trainer.global_rank, self.trainer.world_size)
-        return self._loader(self.train, shares)
+        rank, ranks = engine_of(self.trainer).share(self.trainer)
+        self.check_split(ranks)
+        return self._loader(self.train, Shares(self.position, self.batch, rank, ranks))
 
     def val_dataloader(self) -> DataLoader:
-        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        rank, ranks = engine_of(self.trainer).share(self.trainer)
         return self._loader(self.held_out, Evaluated(len(self.held_out), self.val_batch, rank, ranks))
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
