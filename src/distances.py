@@ -48,12 +48,14 @@ class Distances(nn.Module):
 
     @torch.no_grad()
     def update(self, images: Tensor, real: bool) -> None:
-        """Take in uint8 images (n, c, h, w) of this process."""
+        """Take in uint8 images (n, c, h, w) of this process, maybe none: all processes call it equally often, since
+        torchmetrics exchanges features call by call."""
+        features = torch.empty(0, self.extractor.num_features, device=images.device)
         if len(images):
             with torch.autocast(images.device.type, enabled=False):
                 features = self.extractor(images)
-            self.fid.update(features, real=real)
-            self.kid.update(features, real=real)
+        self.fid.update(features, real=real)
+        self.kid.update(features, real=real)
 
     def compute(self, seed: int = 0) -> dict[str, float]:
         """Honest metric name -> value; generated images are forgotten, real ones kept."""

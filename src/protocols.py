@@ -70,6 +70,35 @@ class ShardUnits(Protocol):
 
 
 @runtime_checkable
+class Layered(Protocol):
+    """A network whose layers can run on several processes, each a range of them; forward(images, labels, ...) runs
+    them all and gives a named tuple for each: its `loss`, and tensors with an entry per image, None where unknown."""
+
+    def layers(self) -> list[list[nn.Module]]:
+        """The modules of each layer; together they have all parameters."""
+
+    def begin(self, batch: int) -> tuple[Tensor, ...]:
+        """What the first layer is handed, for so many images; every layer hands on as much."""
+
+    def run(
+        self, layers: range, carried: tuple[Tensor, ...], images: Tensor, *inputs: Tensor
+    ) -> tuple[tuple[Tensor, ...], list]:
+        """Some consecutive layers: what they hand on, and their entries."""
+
+
+@runtime_checkable
+class TensorSplit(Protocol):
+    """A network of whose layers several processes can each compute a share."""
+
+    def tensor_plan(self, parts: int) -> Mapping[str, str]:
+        """Name of a linear layer -> its split: "columns" (each process has a share of the outputs), "qkv" (the same
+        share of queries, keys and values), or "rows" (a share of the inputs; outputs are summed).
+
+        Raises ValueError where `parts` equal shares are impossible.
+        """
+
+
+@runtime_checkable
 class KeptWhole(Protocol):
     """A network of which some parameters are never spread over processes, since their rows are copied."""
 

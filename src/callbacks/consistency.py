@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 from lightning import Callback
-from torch.distributed.tensor import DTensor
+
+from src.engine import engine_of
 
 
 class Consistency(Callback):
@@ -16,13 +17,13 @@ class Consistency(Callback):
     """
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        networks = module.parallel_networks()
+        networks, engine = module.parallel_networks(), engine_of(trainer)
         named = {f"{name}.{key}": p for name, net in networks.items() for key, p in net.named_parameters()}
         if trainer.world_size > 1:
-            self._compare({n: p for n, p in named.items() if not isinstance(p, DTensor) and not hasattr(p, "ds_id")})
+            self._compare({name: p for name, p in named.items() if engine.alike(p)})
         if batch_idx == 0 and trainer.is_global_zero:
             seen = {p for optimizer in module.named_optimizers().values() for p in optimizer.optimizer.state}
-            unreached = [name for name, p in named.items() if p not in seen]
+            unreached = [name for name, p in named.items() if p not in seen and engine.trains(p)]
             if unreached and len(unreached) < len(named):
                 print(f"no gradient reached {len(unreached)} parameters: {', '.join(unreached[:5])}", flush=True)
 

@@ -93,6 +93,8 @@ class DDN(Module):
         found = self.decoder(part.images, part.labels, dropped, self._random_codes(noise, "chain_dropout_codes"))
         for number, layer in enumerate(found):
             losses.append(layer.loss)
+            if layer.nearest is None:  # another process has seen this layer
+                continue
             counts, errors = chosen[0, number], chosen[1, number]
             counts.index_add_(0, layer.nearest, torch.ones_like(layer.nearest, dtype=counts.dtype))
             errors[: layer.distances.shape[1]] += layer.distances.sum(0)

@@ -17,8 +17,17 @@ class Layer(NamedTuple):
     """What one discrete layer saw and chose in training; nothing unchosen is kept."""
 
     loss: Tensor  # () of the chosen candidates, with gradient
-    distances: Tensor  # (b, k) of every candidate, without gradient
-    nearest: Tensor  # (b,) the nearest leaf, also where chain dropout took another
+    distances: Tensor | None = None  # (b, k) of every candidate, without gradient
+    nearest: Tensor | None = None  # (b,) the nearest leaf, also where chain dropout took another; the last two may be
+    # None where layers are spread over processes and another one has seen them
+
+
+class Carried(NamedTuple):
+    """What one layer hands to the next."""
+
+    features: Tensor  # (b, width, h, w)
+    image: Tensor  # (b, channels, h, w), chosen
+    leak: Tensor  # (b, channels, h, w), of the same head
 
 
 class Block(nn.Module):
@@ -128,6 +137,17 @@ class DDNDecoder(nn.Module):
         """The heads, since Split-and-Prune copies their rows."""
         return [head.weight for head in self.heads]
 
+    def layers(self) -> list[list[nn.Module]]:
+        """The modules of each layer: its block, its head, and the embedding of labels that it begins with."""
+        number = range(len(self.blocks))
+        labels = [[self.labels[str(n)]] if str(n) in self.labels else [] for n in number]
+        return [[self.blocks[n], self.heads[n], *labels[n]] for n in number]
+
+    def begin(self, batch: int) -> Carried:
+        """What the first layer is handed, for so many images."""
+        image = self.origin.new_zeros(batch, self.channels, self.start, self.start)
+        return Carried(self.origin.expand(batch, -1, -1, -1), image, image)
+
     def forward(
         self,
         target: Tensor,  # (b, channels, resolution, resolution)
@@ -136,6 +156,12 @@ class DDNDecoder(nn.Module):
         random: Tensor | None = None,  # (b, layers) int64 codes
     ) -> list[Layer]:
         """Training pass: every layer's loss and statistics."""
+        return self.run(range(len(self.blocks)), self.begin(len(target)), target, labels, dropped, random)[1]
+
+    def run(
+        self, layers: range, carried: Carried, target: Tensor, labels=None, dropped=None, random=None
+    ) -> tuple[Carried, list[Layer]]:
+        """The training pass of some consecutive layers, which begin with what the one before them handed on."""
         seen: list[Layer] = []
 
         def choose(layer: int, features: Tensor, previous: Tensor, aim: Tensor) -> Tensor:
@@ -144,8 +170,10 @@ class DDNDecoder(nn.Module):
             seen.append(Layer(None, found, nearest))
             return nearest if dropped is None else torch.where(dropped[:, layer], random[:, layer], nearest)
 
-        walk = enumerate(self._walk(len(target), choose, labels, target))
-        return [seen[number]._replace(loss=self.loss_fn(image, aim)) for number, (image, aim) in walk]
+        losses = []
+        for carried, aim in self._walk(layers, carried, choose, labels, target):  # noqa: B020
+            losses.append(self.loss_fn(carried.image, aim))
+        return carried, [layer._replace(loss=loss) for layer, loss in zip(seen, losses, strict=True)]
 
     @torch.no_grad()
     def encode(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -156,24 +184,29 @@ class DDNDecoder(nn.Module):
             codes.append(self._distances(layer, features, previous, aim).argmin(1))
             return codes[-1]
 
-        deque(self._walk(len(images), choose, labels, images), maxlen=0)
+        deque(self._walk(range(len(self.blocks)), self.begin(len(images)), choose, labels, images), maxlen=0)
         return torch.stack(codes, 1)
 
     @torch.no_grad()
     def decode(self, codes: Tensor, labels: Tensor | None = None, layers: int | None = None) -> Tensor:
         """The images of codes (b, layers), or of their first `layers` layers; no other candidate is built."""
-        walk = self._walk(len(codes), lambda layer, *_: codes[:, layer], labels, layers=layers or codes.shape[1])
-        return deque(walk, maxlen=1)[0][0]
+        walk = self._walk(
+            range(layers or codes.shape[1]), self.begin(len(codes)), lambda layer, *_: codes[:, layer], labels
+        )
+        return deque(walk, maxlen=1)[0][0].image
 
-    def _walk(self, batch, choose, labels=None, target=None, layers=None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Layer after layer: the chosen image and the target at its size. `choose` names the leaf of each sample."""
+    def _walk(
+        self, layers: range, carried: Carried, choose: Callable, labels: Tensor | None, target: Tensor | None = None
+    ) -> Iterator[tuple[Carried, Tensor]]:
+        """Layer after layer: what it hands on, and the target at its size. `choose` names the leaf of each sample."""
         if len(self.labels) and labels is None:
             raise ValueError("this decoder is class-conditional: give it the labels (n,) of its images")
-        features = self.origin.expand(batch, -1, -1, -1)
-        image = leak = features.new_zeros(batch, self.channels, self.start, self.start)
+        features, image, leak = carried
         aim = None
-        for layer, (block, head) in enumerate(zip(self.blocks[:layers], self.heads, strict=False)):
-            extra = [image, features.new_zeros(batch, features.shape[1] - 2 * self.channels, *image.shape[2:]), leak]
+        for layer in layers:
+            block, head = self.blocks[layer], self.heads[layer]
+            between = features.new_zeros(len(image), features.shape[1] - 2 * self.channels, *image.shape[2:])
+            extra = [image, between, leak]
             features = features + torch.cat([x.to(features.dtype) for x in extra], 1)
             if str(layer) in self.labels:
                 features = features + self.labels[str(layer)](labels)[:, :, None, None]
@@ -188,7 +221,7 @@ class DDNDecoder(nn.Module):
             residual, leaked = emit(features, head.weight, index, self.leak)
             image = previous + residual
             leak = leaked if self.leak else torch.zeros_like(image)
-            yield image, aim
+            yield Carried(features, image, leak), aim
 
     def _distances(self, layer, features, previous, aim) -> Tensor:
         weight = self.heads[layer].weight
