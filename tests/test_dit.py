@@ -249,3 +249,14 @@ def test_compiles_without_graph_breaks():
 def test_impossible_sizes(options, fix):
     with pytest.raises(ValueError, match=fix):
         DiT(**(TINY | options))
+
+
+def test_processes_that_cannot_share_the_heads_or_the_mlp_are_told():
+    network = tiny()
+    assert network.tensor_plan(2)["blocks.1.attention.qkv"] == "qkv"
+    for parts, options, said in [
+        (4, {}, "4 processes cannot share the network's heads, 2, equally: change strategy.tensor or model"),
+        (2, {"mlp_ratio": 0.9375}, "2 processes cannot share the network's MLP width, 15, equally"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            tiny(**options).tensor_plan(parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from src.checkpoint import committed
@@ -153,7 +154,10 @@ class Module(LightningModule):
 
 
 def _groups(network: nn.Module) -> list[dict]:
-    """The parameters that may be spread over processes, and apart from them those that are kept whole."""
+    """The parameters in groups of one kind each, as optimizers need them: spread over processes or not, and apart from
+    those that could be spread the ones that are kept whole."""
     whole = {id(p) for p in network.kept_whole()} if isinstance(network, KeptWhole) else set()
-    groups = [[p for p in network.parameters() if (id(p) in whole) == kept] for kept in (False, True)]
-    return [{"params": group} for group in groups if group]
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in network.parameters():
+        kinds.setdefault((id(parameter) in whole, isinstance(parameter, DTensor)), []).append(parameter)
+    return [{"params": kinds[kind]} for kind in sorted(kinds)]

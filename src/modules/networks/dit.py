@@ -56,11 +56,12 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.qkv, self.out = linear(width, 3 * width), linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (n, heads, l, d / heads) each
+        # (n, heads, l, d / heads) each; as many heads as there are here, where processes share them
+        q, k, v = self.qkv(x).unflatten(2, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # (n, l, d)
 
 
@@ -123,6 +124,7 @@ class DiT(nn.Module):
                 f"a width of {width} with {heads} heads is impossible: choose a width that 4 and the heads divide"
             )
         self.shape, self.classes, self.learn_sigma = (channels, resolution, resolution), classes, learn_sigma
+        self.heads, self.hidden = heads, int(mlp_ratio * width)
         self.patch, self.side = patch, resolution // patch
 
         self.stem = nn.Conv2d(channels, width, patch, patch)
@@ -134,7 +136,7 @@ class DiT(nn.Module):
         if classes:
             nn.init.normal_(self.label_embedding.weight, std=SMALL)
 
-        self.blocks = nn.ModuleList(Block(width, heads, int(mlp_ratio * width)) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, self.hidden) for _ in range(depth))
 
         self.head_modulation = linear(width, 2 * width, scale=0)
         self.head = linear(width, patch**2 * channels * (1 + learn_sigma), scale=0)
@@ -154,6 +156,17 @@ class DiT(nn.Module):
     def shard_units(self) -> list[nn.Module]:
         """The blocks in the order in which they run: what may be sharded or checkpointed."""
         return list(self.blocks)
+
+    def tensor_plan(self, parts: int) -> dict[str, str]:
+        """How `parts` processes share each block: by heads, and by what the MLP is wide between its layers."""
+        for number, what, setting in ((self.heads, "heads", "heads"), (self.hidden, "MLP width", "mlp_ratio")):
+            if number % parts:
+                raise ValueError(
+                    f"{parts} processes cannot share the network's {what}, {number}, equally: change strategy.tensor "
+                    f"or model.network.{setting}"
+                )
+        plan = {"attention.qkv": "qkv", "attention.out": "rows", "mlp.fc1": "columns", "mlp.fc2": "rows"}
+        return {f"blocks.{n}.{layer}": how for n in range(len(self.blocks)) for layer, how in plan.items()}
 
     def _image(self, tokens: Tensor) -> Tensor:
         """(n, l, pixels of a patch times channels) -> (n, c, h, w)."""
