@@ -4,22 +4,35 @@
 with the size and sha256 of each. It is written as `000000026112.tmp/`, synchronised to disk and renamed; 26,112 is the
 number of images that training had seen. The state is {"weights", "optimizers", "callbacks", "position", "metrics",
 "config"}: full tensors by parameter name, the same whatever engine and number of processes wrote them.
+
+For networks that no process can hold whole there are native checkpoints: what an engine keeps in parts is written part
+by part, by torch.distributed.checkpoint, into `native/`. The rest is `native/state.pt`, a state with meta tensors in
+their places, and "native": the engine's format. `consolidate` makes a canonical one of it. To read a native one trusts
+whoever wrote it, since its index is a pickle.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from src.sharding import like, local, saved
+from src.sharding import Piece, like, local, saved
 
-STATE, MANIFEST, BEST = "state.pt", "manifest.json", "best.json"
+STATE, MANIFEST, BEST, NATIVE = "state.pt", "manifest.json", "best.json", "native"
+NATIVE_STATE = f"{NATIVE}/{STATE}"
 
 
 def folder_of(checkpoints: Path, images: int) -> Path:
@@ -27,24 +40,31 @@ def folder_of(checkpoints: Path, images: int) -> Path:
     return checkpoints / f"{images:012d}"
 
 
-def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
-    """Commit a checkpoint: wholly there, or not at all. Raises OSError where it cannot be written."""
-    part = folder.with_suffix(".tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+def begin(folder: Path) -> None:
+    """An empty folder beside the one where a checkpoint will be. Raises OSError where it cannot be made."""
+    with _or_nothing(folder) as part:
+        shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        entries = {}
-        for name, write_into in _contents(state, texts).items():
-            with open(part / name, "wb") as file:
-                hashing = _Hashing(file)
-                write_into(hashing)
-                file.flush()
-                os.fsync(file.fileno())
-            entries[name] = {"size": hashing.size, "sha256": hashing.sha256.hexdigest()}
-        with open(part / MANIFEST, "w") as file:
-            json.dump(entries, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+
+
+def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
+    """Commit a checkpoint: wholly there, or not at all. Raises OSError where it cannot be written.
+
+    A state that `write_parts` gave makes a native checkpoint.
+    """
+    native = state.get("native", {})
+    if not native:
+        begin(folder)
+    with _or_nothing(folder) as part:
+        entries = {NATIVE_STATE if native else STATE: _written(part / (NATIVE_STATE if native else STATE), state)}
+        entries |= {name: _written(part / name, text) for name, text in texts.items()}
+        for name in native.get("files", []):
+            with open(part / name, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            entries[name] = {"size": (part / name).stat().st_size, "sha256": sha256}
+        _written(part / MANIFEST, json.dumps(entries, indent=1))
+        if native:
+            _sync(part / NATIVE)
         _sync(part)
         if folder.exists() and fault(folder) is None:  # the same moment again: the same state, so what is there stays
             shutil.rmtree(part)
@@ -52,10 +72,32 @@ def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(part, folder)
         _sync(folder.parent)
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        why = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides it in a RuntimeError
-        raise OSError(f"checkpoint {folder} could not be written ({why}); the older ones are untouched") from error
+
+
+def write_parts(folder: Path, state: dict[str, Any], native: str) -> dict[str, Any]:
+    """Write what this process keeps of a state; what is left of the state is for `write`, with the format in "native".
+
+    All processes call it together, after one of them called `begin`, and the files of all have to be in one file
+    system. Raises OSError, in all of them, where one could not write.
+    """
+    left, parts = _without_parts(state)
+    with _or_nothing(folder) as part, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
+        written = dcp.save(parts, checkpoint_id=part / NATIVE)
+    names = {info.relative_path for info in written.storage_data.values()}
+    return left | {
+        "native": {"format": native, "files": [f"{NATIVE}/{name}" for name in (".metadata", *sorted(names))]}
+    }
+
+
+def read_parts(folder: Path, state: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Fill the parts that this process keeps, in `kept`, from a native checkpoint with this state.
+
+    Raises ValueError where they cannot be read.
+    """
+    there = _missing(state)
+    parts = _without_parts(kept)[1]
+    _load(folder, {name: part for name, part in parts.items() if name.partition("@")[0] in there})
 
 
 def fault(folder: Path) -> str | None:
@@ -68,7 +110,7 @@ def fault(folder: Path) -> str | None:
             with open(folder / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{name} does not have the hash of its manifest"
-        return None if STATE in entries else f"{MANIFEST} does not name {STATE}"
+        return None if entries.keys() & {STATE, NATIVE_STATE} else f"{MANIFEST} does not name {STATE}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {error}"
 
@@ -89,10 +131,52 @@ def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint, on the CPU. Raises ValueError where it does not verify."""
-    if (why := fault(folder)) is not None:
-        raise ValueError(f"checkpoint {folder} cannot be used: {why}")
-    return torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    """The state of a checkpoint, on the CPU. Raises ValueError where it does not verify, or is native."""
+    _require_intact(folder)
+    return state_of(folder)
+
+
+def state_of(folder: Path, native: str | None = None) -> dict[str, Any]:
+    """The state of a checkpoint that verifies; a native one, which needs `read_parts` as well, only of this format.
+
+    Raises ValueError where it is of another.
+    """
+    state = torch.load(_state_file(folder), map_location="cpu", weights_only=True)
+    if "native" in state and state["native"]["format"] != native:
+        raise ValueError(
+            f"checkpoint {folder} is in the native format of {state['native']['format']}; make it canonical first: "
+            f"python prepare.py task=consolidate run={folder.parent.parent} checkpoint={folder.name}"
+        )
+    return state
+
+
+def consolidate(folder: Path) -> bool:
+    """Make a native checkpoint the canonical one of the same moment; False where it is canonical already.
+
+    One process is enough, with memory for all of it. The manifest is replaced last: until then the checkpoint is the
+    native one, from then on the canonical. Raises ValueError where it does not verify, OSError where there is no room.
+    """
+    _require_intact(folder)
+    entries = json.loads((folder / MANIFEST).read_text())
+    if changed := NATIVE_STATE in entries:
+        state = torch.load(folder / NATIVE_STATE, map_location="cpu", weights_only=True)
+        del state["native"]
+        stored = dcp.FileSystemReader(folder / NATIVE).read_metadata().state_dict_metadata
+        parts = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}
+        _load(folder, parts)
+        state = _put_together(state, parts)
+        others = {name: entry for name, entry in entries.items() if not name.startswith(f"{NATIVE}/")}
+        try:
+            entries = {STATE: _written(folder / f"{STATE}.part", state)} | others
+            _written(folder / f"{MANIFEST}.part", json.dumps(entries, indent=1))
+            for name in (STATE, MANIFEST):
+                os.replace(folder / f"{name}.part", folder / name)
+            _sync(folder)
+        except (OSError, RuntimeError) as error:
+            (folder / f"{STATE}.part").unlink(missing_ok=True)
+            raise OSError(f"the canonical state of {folder} could not be written ({_cause(error)})") from error
+    shutil.rmtree(folder / NATIVE, ignore_errors=True)
+    return changed
 
 
 def read_best(checkpoints: Path) -> dict[str, Any] | None:
@@ -113,11 +197,11 @@ def averaged(state: dict[str, Any]) -> dict[str, Tensor]:
     return state["weights"] | state["callbacks"].get("EMA", {}).get("averages", {})
 
 
-def optimizer_state(network: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state by parameter name, whole; its options come from the configuration."""
+def optimizer_state(network: nn.Module, optimizer: Optimizer, given: Callable = saved) -> dict[str, Any]:
+    """An optimizer's state by parameter name, each value as `given`; its options come from the configuration."""
     names = {parameter: name for name, parameter in network.named_parameters()}
     return {
-        names[p]: {key: saved(value) for key, value in optimizer.state[p].items()}
+        names[p]: {key: given(value) for key, value in optimizer.state[p].items()}
         for group in optimizer.param_groups
         for p in group["params"]
     }
@@ -171,9 +255,101 @@ class _Hashing:
         self.file.flush()
 
 
-def _contents(state: dict, texts: dict[str, str]) -> dict:
-    contents = {name: lambda file, text=text: file.write(text.encode()) for name, text in texts.items()}
-    return {STATE: lambda file: torch.save(state, file)} | contents
+def _written(path: Path, content: dict | str) -> dict[str, Any]:
+    """Write a state or a text, to the disk; its entry in the manifest."""
+    with open(path, "wb") as file:
+        hashing = _Hashing(file)
+        if isinstance(content, str):
+            hashing.write(content.encode())
+        else:
+            torch.save(content, hashing)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": hashing.size, "sha256": hashing.sha256.hexdigest()}
+
+
+@contextmanager
+def _or_nothing(folder: Path) -> Iterator[Path]:
+    """What becomes of a checkpoint until it is committed; removed where it cannot be written."""
+    part = folder.with_suffix(".tmp")
+    try:
+        yield part
+    except (OSError, RuntimeError, CheckpointException) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise OSError(
+            f"checkpoint {folder} could not be written ({_cause(error)}); the older ones are untouched"
+        ) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    if isinstance(error, CheckpointException):  # of several processes
+        error = next(iter(error.failures.values()))[0]
+    return error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides it in a RuntimeError
+
+
+def _require_intact(folder: Path) -> None:
+    if (why := fault(folder)) is not None:
+        raise ValueError(f"checkpoint {folder} cannot be used: {why}")
+
+
+def _state_file(folder: Path) -> Path:
+    return folder / (STATE if STATE in json.loads((folder / MANIFEST).read_text()) else NATIVE_STATE)
+
+
+def _without_parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A state with meta tensors in the place of those in parts, and these parts: path, or path@start, -> tensor."""
+    parts = {}
+
+    def left(value, path=""):
+        if isinstance(value, dict):
+            return {key: left(child, f"{path}/{key}") for key, child in value.items()}
+        if isinstance(value, DTensor):
+            name, part = path, value
+        elif isinstance(value, Piece):
+            name, part = f"{path}@{value.start}", value.numbers
+        else:
+            return value
+        if part.numel():  # of a small tensor, some processes keep nothing
+            parts[name] = part
+        return torch.empty(value.shape, dtype=part.dtype, device="meta")
+
+    return left(state), parts
+
+
+def _missing(state, path: str = "") -> dict[str, Tensor]:
+    """The meta tensors of a state by path."""
+    if isinstance(state, dict):
+        return {name: v for key, child in state.items() for name, v in _missing(child, f"{path}/{key}").items()}
+    return {path: state} if torch.is_tensor(state) and state.is_meta else {}
+
+
+def _put_together(state, parts: dict[str, Tensor]):
+    """A state with what is missing made of all parts, which are used up."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    while parts:
+        name, part = parts.popitem()
+        path, _, start = name.partition("@")
+        pieces.setdefault(path, []).append((int(start or 0), part.flatten()))
+
+    def whole(value, path=""):
+        if isinstance(value, dict):
+            return {key: whole(child, f"{path}/{key}") for key, child in value.items()}
+        if not torch.is_tensor(value) or not value.is_meta:
+            return value
+        found = [piece for _, piece in sorted(pieces.pop(path), key=itemgetter(0))]
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(value.shape)
+
+    return whole(state)
+
+
+def _load(folder: Path, parts: dict[str, Tensor]) -> None:
+    """Fill tensors from a native checkpoint; every process reads what it needs by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        try:
+            dcp.load(parts, checkpoint_id=folder / NATIVE, no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(f"checkpoint {folder} cannot be used: {_cause(error)}") from error
 
 
 def _sync(folder: Path) -> None:

@@ -41,9 +41,21 @@ def sample(config: DictConfig) -> None:
 
 
 def prepare(config: DictConfig) -> None:
-    """The one-off tasks; today `export`."""
-    if config.task != "export":
-        raise ValueError(f"task={config.task} does not exist; there is export")
+    """The one-off tasks."""
+    if config.task not in TASKS:
+        raise ValueError(f"task={config.task} does not exist; there is {' and '.join(TASKS)}")
+    TASKS[config.task](config)
+
+
+def consolidate(config: DictConfig) -> None:
+    """Make a native checkpoint of a run (or all) canonical: whole tensors, which every engine and command reads."""
+    for name in checkpoint_names(config.run) if config.checkpoint == "all" else [config.checkpoint]:
+        folder = find(config.run, name)
+        print(f"{folder} is canonical {'now' if canonical.consolidate(folder) else 'already'}", flush=True)
+
+
+def export(config: DictConfig) -> None:
+    """The averaged weights of a run as safetensors, with a config.json beside them."""
     model, state, source = load(config.run, config.checkpoint)
     folder = Path(config.out or Path(config.run) / "export")
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +69,9 @@ def prepare(config: DictConfig) -> None:
         write(part)
         os.replace(part, path)
     print(f"Exported {source}: {weights} and {described}")
+
+
+TASKS = {"export": export, "consolidate": consolidate}
 
 
 def draw(model, seed: int, numbers: Tensor, batch: int, label: int | None, classes: int) -> Iterator[Tensor]:
@@ -73,8 +88,17 @@ def draw(model, seed: int, numbers: Tensor, batch: int, label: int | None, class
 def load(run: str | None, which: str) -> tuple[Any, dict[str, Any], Path]:
     """A run's model with its averaged weights on the best device, the checkpoint's state, and its folder.
 
-    `which` is newest, best, or the name of a checkpoint folder. Raises ValueError where there is no such thing.
+    `which` is as in `find`. Raises ValueError where there is no such thing, or a native one.
     """
+    folder = find(run, which)
+    state = canonical.read(folder)
+    model = build_model(OmegaConf.create(state["config"]))
+    canonical.load_weights(model, canonical.averaged(state), f"checkpoint {folder}")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), state, folder
+
+
+def find(run: str | None, which: str) -> Path:
+    """A run's checkpoint: `which` is newest, best, or its name. Raises ValueError where there is no such thing."""
     checkpoints = _run_folder(run) / "checkpoints"
     names = {p.name: p for p in canonical.committed(checkpoints)}
     if which == "newest":
@@ -85,10 +109,7 @@ def load(run: str | None, which: str) -> tuple[Any, dict[str, Any], Path]:
         folder = names.get(best["checkpoint"] if best else which)
     if folder is None:
         raise ValueError(f"{run} has no checkpoint '{which}'; there is {', '.join(['newest', 'best', *names])}")
-    state = canonical.read(folder)
-    model = build_model(OmegaConf.create(state["config"]))
-    canonical.load_weights(model, canonical.averaged(state), f"checkpoint {folder}")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), state, folder
+    return folder
 
 
 def checkpoint_names(run: str | None) -> list[str]:

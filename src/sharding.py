@@ -1,10 +1,20 @@
-"""Tensors that torch spreads over processes (DTensor): put together, taken apart, and measured."""
+"""Tensors that are spread over processes (torch's DTensor): put together, taken apart, and measured."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
+
+
+class Piece(NamedTuple):
+    """What a process keeps of a tensor that its engine cuts flat: the flattened one from `start` on."""
+
+    numbers: Tensor  # (n,), sharing the engine's memory
+    start: int
+    shape: torch.Size  # of the tensor
 
 
 def whole(value):
@@ -23,7 +33,12 @@ def local(value: Tensor) -> Tensor:
 
 
 def like(value: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, that every process has, on the device of `other` and spread as that is."""
+    """A whole tensor, that every process has, on the device of `other` and spread as that is.
+
+    A meta tensor, which stands for what is filled in later, gives zeros.
+    """
+    if value.is_meta:
+        return torch.zeros_like(other, dtype=value.dtype)
     value = value.to(other.device)
     if isinstance(other, DTensor):
         return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)

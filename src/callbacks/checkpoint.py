@@ -30,6 +30,9 @@ class Checkpoint(LastInLine):
         keep: how many of the newest stay.
         archive_every_kimg: those at multiples of it stay for good.
         metric: the first of these that is logged decides which is best; lower is better.
+        native: every process writes what it keeps, so that none needs memory for all of a network; for engines that
+            keep tensors in parts. Such checkpoints are read by the same engine alone, until `prepare.py
+            task=consolidate` makes them canonical.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Checkpoint(LastInLine):
         keep: int = 1,
         archive_every_kimg: float | None = None,
         metric: list[str] | None = None,
+        native: bool = False,
     ):
         if keep < 1:
             raise ValueError(f"callbacks.checkpoint.keep={keep}, but at least the newest has to stay")
         self.folder, self.keep, self.metric = Path(folder) / "checkpoints", keep, list(metric or [])
         self.every_kimg, self.every_minutes, self.archive_every_kimg = every_kimg, every_minutes, archive_every_kimg
+        self.native = native
         self.config: dict = {}
         self.stamp: dict[str, str] = {}
         self.asked_to_stop = False
@@ -52,6 +57,13 @@ class Checkpoint(LastInLine):
     def about_run(self, config: dict, stamp: dict[str, str]) -> None:
         """Both are kept in every checkpoint (KnowsRun)."""
         self.config, self.stamp = config, stamp
+
+    def setup(self, trainer, module, stage):
+        if self.native and engine_of(trainer).native is None:
+            raise ValueError(
+                "callbacks.checkpoint.native=true is for engines that keep tensors in parts (fsdp, hsdp, "
+                "deepspeed_zero1 to 3), which this one does not; set it to false"
+            )
 
     def on_fit_start(self, trainer, module):
         self._resume(trainer, module)
@@ -119,8 +131,29 @@ class Checkpoint(LastInLine):
 
     def _save(self, trainer, module) -> None:
         module.require_finite()
+        engine, folder = engine_of(trainer), canonical.folder_of(self.folder, module.images_seen)
+        if self.native:
+            if trainer.is_global_zero:
+                canonical.begin(folder)
+            trainer.strategy.barrier("begun")
+            with engine.in_parts():
+                state = canonical.write_parts(folder, self._tensors(trainer, module), engine.native)
+        else:
+            state = self._tensors(trainer, module)
+        state |= {
+            "position": {"images": module.images_seen, "batches": module.batches_seen},
+            "metrics": self._metrics(trainer),
+            "config": self.config,
+        }
+        if trainer.is_global_zero:
+            canonical.write(folder, state, self.stamp)
+            self._prune(module.images_seen)
+        self.saved, self.saved_at = module.images_seen, time.monotonic()
+
+    def _tensors(self, trainer, module) -> dict:
+        """Weights, and the states of optimizers and callbacks; all processes call it together."""
         engine, optimizers = engine_of(trainer), module.named_optimizers()
-        state = {
+        return {
             "weights": engine.weights(module),
             "optimizers": {
                 name: engine.optimizer_state(network, optimizers[name].optimizer)
@@ -129,14 +162,7 @@ class Checkpoint(LastInLine):
             "callbacks": {
                 type(c).__name__: kept for c in trainer.callbacks if c is not self and (kept := c.state_dict())
             },
-            "position": {"images": module.images_seen, "batches": module.batches_seen},
-            "metrics": self._metrics(trainer),
-            "config": self.config,
         }
-        if trainer.is_global_zero:
-            canonical.write(canonical.folder_of(self.folder, module.images_seen), state, self.stamp)
-            self._prune(module.images_seen)
-        self.saved, self.saved_at = module.images_seen, time.monotonic()
 
     def _prune(self, images: int) -> None:
         best = (canonical.read_best(self.folder) or {}).get("checkpoint")
@@ -161,7 +187,8 @@ class Checkpoint(LastInLine):
         folder = trainer.strategy.broadcast(choice)[0]
         position = {"images": 0, "batches": 0}
         if folder is not None:
-            state, engine, networks = canonical.read(Path(folder)), engine_of(trainer), module.parallel_networks()
+            engine, networks = engine_of(trainer), module.parallel_networks()
+            state = canonical.state_of(Path(folder), engine.native)  # the first process has verified it
             position = state["position"]
             engine.load_weights(module, state["weights"], f"checkpoint {folder}")
             for name, optimizer in module.named_optimizers().items():
@@ -169,6 +196,10 @@ class Checkpoint(LastInLine):
             for callback in trainer.callbacks:
                 if type(callback).__name__ in state["callbacks"]:
                     callback.load_state_dict(state["callbacks"][type(callback).__name__])
+            if "native" in state:
+                with engine.in_parts():
+                    canonical.read_parts(Path(folder), state, self._tensors(trainer, module))
+                engine.parts_read(module)
             rank_zero_only(print)(
                 f"Continuing from checkpoint {Path(folder).name} ({position['images'] / 1000:g} kimg)"
             )

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from src import checkpoint as canonical
 from src.engine import Engine
 from src.protocols import KeptWhole
-from src.sharding import total_norm
+from src.sharding import Piece, total_norm
 from src.strategies.ddp import ManualDDP
 
 
@@ -78,6 +78,12 @@ class _Zero(Engine):
         self.strategy = strategy
         self.engines: dict[nn.Module, object] = {}
         self.whole: dict[nn.Module, Optimizer] = {}  # the optimizers of parameters that are kept whole
+
+    @property
+    def native(self) -> str | None:
+        """Pieces depend on the number of processes."""
+        stage, processes = self.strategy.stage, self.strategy.world_size
+        return f"deepspeed_zero{stage} on {processes} process{'es' * (processes > 1)}" if stage else None
 
     def add(self, name: str, network: nn.Module, optimizer: Optimizer, maker, clip_norm, config: dict) -> None:
         """Put a network into an engine of its own. Raises ValueError for what ZeRO cannot do."""
@@ -147,7 +153,10 @@ class _Zero(Engine):
         values = module.state_dict(keep_vars=True)
         canonical.require_alike({n: tuple(getattr(v, "ds_shape", v.shape)) for n, v in values.items()}, weights, where)
         for name, value in values.items():
-            self.part(value).copy_(self.apart(value, weights[name].to(value.device)))
+            self.part(value).copy_(self.apart(value, weights[name]))
+        self.parts_read(module)
+
+    def parts_read(self, module: nn.Module) -> None:
         for network, engine in self.engines.items():
             self.parts_written(network)
             if self.strategy.stage > 0:
@@ -163,10 +172,16 @@ class _Zero(Engine):
         one = next(iter(optimizer.state.values()))  # of a part of all parameters
         moments = [key for key, value in one.items() if torch.is_tensor(value) and value.dim()]
         others = {key: value for key, value in one.items() if key not in moments}
+        flats = {p: optimizer.state[flat] for flat, group in self._flat_groups(network) for p in group}
         for name, parameter in network.named_parameters():
-            if name not in state:
-                whole = {key: safe_get_full_optimizer_state(parameter, key) for key in moments}
-                state[name] = {k: v.clone() if torch.is_tensor(v) else v for k, v in others.items()} | whole
+            if name in state:
+                continue
+            state[name] = {k: v.clone() if torch.is_tensor(v) else v for k, v in others.items()}
+            for key in moments:
+                if self.leaving_parts:
+                    state[name][key] = self._piece(parameter, flats[parameter][key])
+                else:
+                    state[name][key] = safe_get_full_optimizer_state(parameter, key)
         return state
 
     def load_optimizer(self, network: nn.Module, optimizer: Optimizer, state: dict[str, dict]) -> None:
@@ -178,28 +193,42 @@ class _Zero(Engine):
                 plain.state[parameter] = _on(parameter.device, state[names[parameter]])
         if self.strategy.stage == 0:
             return
-        zero = self.engines[network].optimizer
-        flats = zero.fp32_partitioned_groups_flat if self.strategy.stage == 3 else zero.single_partition_of_fp32_groups
-        groups = zero.fp16_groups if self.strategy.stage == 3 else zero.bit16_groups
-        for flat, group in zip(flats, groups, strict=True):
+        for flat, group in self._flat_groups(network):
             values = next((found for p in group if (found := state[names[p]])), {})
             moments = [key for key, value in values.items() if torch.is_tensor(value) and value.dim()]
             optimizer.state[flat] = _on(flat.device, {k: v for k, v in values.items() if k not in moments})
             optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in moments}
             for parameter in (p for p in group if state[names[p]]):
-                for key in moments:
-                    self._put(parameter, optimizer.state[flat][key], state[names[parameter]][key].to(flat.device))
+                for key, value in ((key, state[names[parameter]][key]) for key in moments):
+                    if not value.is_meta:
+                        numbers, start, _ = self._piece(parameter, optimizer.state[flat][key])
+                        numbers.copy_(value.flatten()[start : start + len(numbers)])
 
-    def _put(self, parameter: nn.Parameter, moment: Tensor, value: Tensor) -> None:
-        """Write the part of a whole moment that belongs to this process into the flat one."""
+    def _flat_groups(self, network: nn.Module) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
+        """The flat tensors that the optimizer knows, and the parameters of which each holds this process's parts."""
+        zero = self.engines[network].optimizer
+        flats = zero.fp32_partitioned_groups_flat if self.strategy.stage == 3 else zero.single_partition_of_fp32_groups
+        groups = zero.fp16_groups if self.strategy.stage == 3 else zero.bit16_groups
+        return zip(flats, groups, strict=True)
+
+    def _piece(self, parameter: nn.Parameter, moment: Tensor) -> Piece:
+        """The part of a parameter's moment that this process keeps, which lies somewhere in the flat one."""
         if self.strategy.stage == 3:
             zero = parameter._z3_optimizer
             _, start, numel = zero.grad_position[zero.get_param_id(parameter)]
-            part = self.apart(parameter, value)
-            moment.narrow(0, int(start), int(numel)).copy_(part[: int(numel)])
-        elif (mapping := parameter._hp_mapping) is not None:
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            moment.narrow(0, here.start, here.numel).copy_(value.flatten().narrow(0, there.start, there.numel))
+            return self._of_equal_parts(parameter, moment.narrow(0, int(start), int(numel)))
+        if (mapping := parameter._hp_mapping) is None:
+            return Piece(moment[:0], 0, parameter.shape)
+        here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return Piece(moment.narrow(0, here.start, here.numel), there.start, parameter.shape)
+
+    def _of_equal_parts(self, parameter: nn.Parameter, part: Tensor) -> Piece:
+        """What ZeRO 3 keeps of a parameter here, without the numbers that only make all parts equally long."""
+        start = min(self.strategy.global_rank * len(part), parameter.ds_numel)
+        return Piece(part[: parameter.ds_numel - start], start, parameter.ds_shape)
+
+    def alike(self, parameter: nn.Parameter) -> bool:
+        return not hasattr(parameter, "ds_tensor")
 
     def part(self, parameter: nn.Parameter) -> Tensor:
         return parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.detach()
@@ -211,6 +240,8 @@ class _Zero(Engine):
     def together(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         if not hasattr(parameter, "ds_tensor"):
             return part
+        if self.leaving_parts:
+            return self._of_equal_parts(parameter, part)
         parts = [torch.empty_like(part) for _ in range(self.strategy.world_size)]
         dist.all_gather(parts, part)
         return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape).cpu()
@@ -219,6 +250,8 @@ class _Zero(Engine):
         if not hasattr(parameter, "ds_tensor"):
             return value
         size = parameter.ds_tensor.numel()
+        if value.is_meta:
+            return torch.zeros_like(parameter.ds_tensor, dtype=value.dtype)
         padded = torch.nn.functional.pad(value.flatten(), (0, size * self.strategy.world_size - value.numel()))
         return padded.narrow(0, self.strategy.global_rank * size, size)
 

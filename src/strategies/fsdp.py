@@ -51,6 +51,8 @@ class FSDP(ManualDDP):
 
 
 class _Shards(AtTheEnd):
+    native = "fsdp"
+
     @contextmanager
     def hold(self, network: nn.Module, twice: bool) -> Iterator[None]:
         """A graph of gradients needs parameters whole until its own backward pass, longer than FSDP2 would keep them.
