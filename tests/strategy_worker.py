@@ -1,12 +1,14 @@
 """Trains small models under the engines that its command line names; one of several processes, or the only one.
 
-`python strategy_worker.py PRECISION FOLDER CASE...` with a case of the form model/strategy/micro_batch/kimg; each
-writes the ordinary canonical checkpoints of an ordinary run below FOLDER/case, and goes on from what lies there.
-hsdp is meant with two replicas.
+`python strategy_worker.py PRECISION FOLDER CASE... SETTING=VALUE...` with a case of the form
+model/strategy/micro_batch/kimg and settings for all of them; each case writes the checkpoints of an ordinary run below
+FOLDER/case, and goes on from what lies there. hsdp is meant with two replicas, pipeline and tensor_parallel with two
+processes for each copy. With `refused` instead of cases it writes down what is said to settings that are refused.
 PRECISION is 64, or 32 for DeepSpeed, which cannot do more: then without layers that begin near zero and with a larger
 epsilon, so that Adam does not make whole steps of rounding errors.
 """
 
+import json
 import os
 import sys
 import traceback
@@ -105,23 +107,44 @@ def without_small_layers() -> None:
     src.run.build_model = built
 
 
-def main(precision: str, folder: Path, cases: list[str]) -> None:
+def refused(folder: Path) -> None:
+    """What is said to each list of settings in FOLDER/words.json -> FOLDER/said.json."""
+    said = []
+    for number, words in enumerate(json.loads((folder / "words.json").read_text())):
+        try:
+            src.run.train(compose_config(folder / str(number), *words, "trainer.accelerator=cpu"))
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    (folder / "said.json").write_text(json.dumps(said))
+
+
+def main(precision: str, folder: Path, words: list[str]) -> None:
+    if words == ["refused"]:
+        return refused(folder)
+    cases = [word for word in words if "=" not in word]
+    more = [word for word in words if "=" in word]
     if precision == "64":
         in_doubles()
     else:
         without_small_layers()
     for case in cases:
-        model, strategy, micro_batch, kimg = case.split("/")
-        place = folder / f"{model}-{strategy}-{micro_batch}"
+        model, strategy, micro_batch, kimg, *native = case.split("/")
+        place = folder / "-".join([model, strategy, micro_batch, *native])
         words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
         words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
+        words += ["callbacks.checkpoint.native=true"] if native else []
         words += [f"trainer.precision={precision}-true", *(["strategy.replicas=2"] if strategy == "hsdp" else [])]
+        if strategy == "pipeline":
+            words += ["strategy.stages=2", "strategy.micro_batches=2"]
+        if strategy == "tensor_parallel":
+            words.append("strategy.tensor=2")
         if (model, strategy) == ("ddgan", "deepspeed_zero3"):  # even the smallest parameters in parts
             words.append("+strategy.zero.stage3_param_persistence_threshold=0")
         if precision == "32":
             words += LARGER_EPSILON[model.removesuffix("_lazy")]
         try:
-            src.run.train(compose_config(place, *words))
+            src.run.train(compose_config(place, *words, *more))
         except Exception:
             place.mkdir(parents=True, exist_ok=True)
             (place / f"error{os.environ.get('RANK', 0)}.txt").write_text(traceback.format_exc())

@@ -47,3 +47,11 @@ def test_every_command_of_the_readme_on_a_run_works(command, tiny_run):
     extra = ["reference=16"] if "evaluate.py" in command else []
     done = run_command(*words, *extra, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_comparing_command_of_the_readme_works(tiny_run):
+    (command,) = [c for c in COMMANDS if c.startswith("python compare.py")]
+    done = run_command(*(w.replace("runs/*", f"{tiny_run.parent}/*") for w in shlex.split(command)[1:]))
+    assert done.returncode == 0 and tiny_run.name in done.stdout, done.stderr
+    assert (tiny_run.parent / "compare.html").exists()

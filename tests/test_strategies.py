@@ -1,28 +1,32 @@
 """Every model under every engine: two processes against one, checkpoints from and into each, and what is refused."""
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import compose_config, run_command
+from conftest import TINY, compose_config, run_command
 from hydra.utils import instantiate
 
 from src import checkpoint as canonical
 from src.config import ROOT
 from src.sharding import total_norm
+from src.strategies.pipeline import bubble, even_ends
 
 MODELS = ("ddn", "ddgan", "ddgan_lazy", "expert")
-DOUBLE = ("ddp", "ddp_manual", "fsdp", "hsdp")  # compared in float64
+DOUBLE = ("ddp", "ddp_manual", "fsdp", "hsdp", "pipeline", "tensor_parallel")  # compared in float64
 SINGLE = ("deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")  # in float32
-REFUSED = {("ddn", "deepspeed_zero3")}
+REFUSED = {("ddn", "deepspeed_zero3"), *((model, "pipeline") for model in MODELS if model != "ddn")}
+REFUSED |= {(m, "tensor_parallel") for m in MODELS if m != "expert"}
 PROVEN = [(m, s) for s in (*DOUBLE, *SINGLE) for m in MODELS if (m, s) not in REFUSED]
 MIDDLE, LAST = "000000000024", "000000000040"
 WORKER = Path(__file__).parent / "strategy_worker.py"
@@ -39,11 +43,12 @@ def proven(chosen=lambda model, strategy: True):
     ]
 
 
-def launch(processes: int, strategy: str, folder: Path, cases: list[str]) -> None:
-    """The worker on these cases, by torchrun where there are several processes."""
+def launch(processes: int, strategy: str, folder: Path, cases: list[str], words: Iterable[str] = ()) -> None:
+    """The worker on these cases, with more settings, by torchrun where there are several processes."""
     precision = "32" if strategy in SINGLE else "64"
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(WORKER), precision, str(folder), *cases]
+    words = [str(WORKER), precision, str(folder), *cases, *words]
+    command = [sys.executable, *(torchrun if processes > 1 else []), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -197,19 +202,84 @@ def test_four_processes_as_two_replicas_of_two_shards(tmp_path, alone):
 
 
 @pytest.mark.slow
-@needs_deepspeed
+def test_four_processes_as_two_copies_of_two_stages(tmp_path, alone):
+    launch(4, "pipeline", tmp_path, ["ddn/pipeline/2/0.04"])
+    ours, theirs = run_of(tmp_path, "ddn", "pipeline", 2), run_of(alone("pipeline"), "ddn", "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "pipeline")
+
+
+def logged(run: Path) -> dict[tuple, float]:
+    """Everything in metrics.csv that is no time: (batch, metric) -> value."""
+    rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
+    return {(row[0], row[2]): float(row[3]) for row in rows if not row[2].startswith(("time/", "memory/"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_log_what_one_process_logs(schedule, tmp_path, alone):
+    """Both schedules, with four micro-batches in a pass: losses of every layer, the gradient's norm before clipping,
+    splits and how leaves are used."""
+    words = [f"strategy.schedule={schedule}", "strategy.micro_batches=4"]
+    launch(2, "pipeline", tmp_path, ["ddn/pipeline/8/0.04"], words)
+    ours, theirs = run_of(tmp_path, "ddn", "pipeline", 8), run_of(alone("pipeline"), "ddn", "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "pipeline")
+    assert logged(ours) == pytest.approx(logged(theirs), abs=1e-9) and len(logged(ours)) > 50
+
+
+def test_layers_are_cut_where_stages_take_equally_long():
+    assert even_ends([1, 1, 1, 1, 1, 5], 2) == [5, 6]
+    assert even_ends([1, 2, 3, 4, 5, 6, 7], 3) == [4, 6, 7]
+    assert even_ends([9, 1, 1, 1], 2) == [1, 4] and even_ends([3, 1], 1) == [2]
+
+
+def test_stages_wait_for_one_another_at_both_ends_of_a_batch():
+    """Two equal stages and one micro-batch: each works half of the time."""
+    assert bubble([0.5, 0.5], 1) == pytest.approx(0.5)
+    assert bubble([0.25] * 4, 8) == pytest.approx(3 / 11)  # (stages - 1) / (micro-batches + stages - 1)
+    assert bubble([0.8, 0.2], 1000) == pytest.approx(1 - 0.5 / 0.8, abs=1e-2)  # the slower one sets the pace
+
+
+@pytest.mark.slow
+def test_four_processes_as_two_copies_of_two_shares(tmp_path, alone):
+    launch(4, "tensor_parallel", tmp_path, ["expert/tensor_parallel/2/0.04"])
+    ours = run_of(tmp_path, "expert", "tensor_parallel", 2)
+    theirs = run_of(alone("tensor_parallel"), "expert", "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "tensor_parallel")
+
+
+REFUSED_WORDS = [  # before training starts
+    ("pipeline", ["model=ddgan"], "strategy=pipeline is for networks made of layers, such as model=ddn; the discrimin"),
+    ("pipeline", [*TINY, "strategy.micro_batches=3"], "strategy.micro_batches=3 does not divide the 8 images of a for"),
+    ("pipeline", [*TINY, "strategy.stages=2"], "a network is split over 2 processes, which does not divide the 1 that"),
+    ("pipeline", [*TINY, "strategy.layers=[4]"], "strategy.layers=[4] must add up to the network's 6 layers"),
+    ("tensor_parallel", [], "the decoder cannot be split by strategy=tensor_parallel, since DDNDecoder has no tensor"),
+    ("tensor_parallel", ["model=ddgan"], "the discriminator cannot be split by strategy=tensor_parallel"),
+    ("deepspeed_zero3", [], "the decoder keeps some parameters whole, which ZeRO 3 does not; use strategy="),
+    ("deepspeed_zero2", ["model.clip_norm=1"], "model.clip_norm=1 cannot be had under DeepSpeed"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """What is said to each of REFUSED_WORDS, by one process."""
+    folder = tmp_path_factory.mktemp("refused")
+    known = [i for i, (strategy, *_) in enumerate(REFUSED_WORDS) if strategy not in SINGLE or find_spec("deepspeed")]
+    words = [[f"strategy={REFUSED_WORDS[i][0]}", "debug=fast", "batch=8", *REFUSED_WORDS[i][1]] for i in known]
+    (folder / "words.json").write_text(json.dumps(words))
+    launch(1, "", folder, ["refused"])
+    return dict(zip(known, json.loads((folder / "said.json").read_text()), strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "words, said",
+    "number",
     [
-        (["strategy=deepspeed_zero3"], "the decoder keeps some parameters whole, which ZeRO 3 does not; use strategy="),
-        (["strategy=deepspeed_zero2", "model.clip_norm=1"], "model.clip_norm=1 cannot be had under DeepSpeed"),
+        pytest.param(i, marks=[needs_deepspeed] if strategy in SINGLE else [], id="-".join([strategy, *words[-1:]]))
+        for i, (strategy, words, _) in enumerate(REFUSED_WORDS)
     ],
 )
-def test_what_an_engine_cannot_do_is_told_before_training(words, said, tmp_path):
-    places = [f"paths.runs={tmp_path}", f"paths.cache={tmp_path}"]
-    done = run_command("train.py", "debug=fast", *words, *places, "trainer.accelerator=cpu", DS_ACCELERATOR="cpu")
-    assert done.returncode == 1 and f"train: {said}" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_an_engine_cannot_do_is_told_before_training(number, refusals):
+    assert refusals[number].startswith(REFUSED_WORDS[number][2])
 
 
 @pytest.mark.parametrize(
@@ -218,6 +288,8 @@ def test_what_an_engine_cannot_do_is_told_before_training(words, said, tmp_path)
         (["strategy=ddp", "strategy.compression=int8"], "strategy.compression=int8 is unknown; it may be fp16, bf16"),
         (["strategy=deepspeed_zero1", "strategy.stage=4"], "strategy.stage=4 is unknown"),
         (["strategy=deepspeed_zero0", "strategy.offload_optimizer=true"], "needs a stage of at least 1"),
+        (["strategy=tensor_parallel", "strategy.tensor=0"], "strategy.tensor=0 must be a whole number"),
+        (["strategy=tensor_parallel", "trainer.devices=auto"], "strategy.tensor=auto must be a whole number"),
     ],
 )
 def test_wrong_settings_of_a_strategy_are_told(words, said, tmp_path):
@@ -234,17 +306,86 @@ def test_the_environment_wins_over_the_address_of_the_configuration(monkeypatch,
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("here", "1234")
 
 
-def test_the_readme_claims_what_is_proven_here():
-    section = (ROOT / "README.md").read_text().split("## Strategies")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M)
-    columns = len(MODEL_COLUMNS)
-    cells = {name: zip(MODEL_COLUMNS, row.split(" | ")[:columns], strict=True) for name, row in rows}
-    claimed = {(model, name) for name, row in cells.items() for model, cell in row if cell == "yes"}
-    expected = {(m, s) for m, s in PROVEN if m in MODEL_COLUMNS} | {(m, "single") for m in MODEL_COLUMNS}
-    assert claimed == expected
+VARIANTS = [  # model, engine, settings of both, settings of the engine alone, largest difference to one process
+    ("ddgan", "fsdp", ["model.reuse_generator=true"], [], 1e-12),
+    ("ddgan", "ddp_manual", [], ["strategy.two_level=true"], 1e-12),
+    ("ddgan", "ddp", [], ["strategy.compression=bf16"], 1e-2),
+    ("ddgan", "deepspeed_zero3", ["model.reuse_generator=true"], [], 2e-6),
+    ("ddgan", "deepspeed_zero2", [], ["strategy.offload_optimizer=true"], 2e-6),
+    ("ddgan", "deepspeed_zero1", ["trainer.precision=bf16-mixed"], [], 1e-2),
+]
 
 
-MODEL_COLUMNS = ("ddn", "ddgan", "expert")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, strategy, both, own, bound",
+    [
+        pytest.param(*v, marks=[needs_deepspeed] if v[1] in SINGLE else [], id="-".join([v[1], *v[2], *v[3]]))
+        for v in VARIANTS
+    ],
+)
+def test_settings_of_engines_leave_the_weights(model, strategy, both, own, bound, tmp_path, alone):
+    """To rounding errors of what is sent or computed in bfloat16, which are there, and else as closely as ever."""
+    launch(2, strategy, tmp_path, [f"{model}/{strategy}/2/0.04"], [*both, *own])
+    if both:
+        launch(1, strategy, tmp_path, [f"{model}/single/4/0.04"], both)
+    theirs = tensors(run_of(tmp_path if both else alone(strategy), model, "single", 4), LAST)
+    ours = tensors(run_of(tmp_path, model, strategy, 2), LAST)
+    assert ours.keys() == theirs.keys()
+    apart = max((ours[n].double() - v.double()).abs().max().item() for n, v in theirs.items() if "weights" in n)
+    assert apart <= bound and (bound < 1e-3 or apart > 1e-7), apart
+
+
+@pytest.mark.slow
+def test_processes_meet_where_the_configuration_says(tmp_path, alone):
+    """Through a file instead of an address."""
+    launch(
+        2,
+        "ddp_manual",
+        tmp_path,
+        ["expert/ddp_manual/2/0.04"],
+        [f"strategy.connection.init_method=file://{tmp_path}/place"],
+    )
+    assert (tmp_path / "place").exists()
+    ours, theirs = run_of(tmp_path, "expert", "ddp_manual", 2), run_of(alone("ddp"), "expert", "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "ddp_manual")
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_all_come_are_told(tmp_path):
+    words = ["strategy=ddp", "trainer.num_nodes=2", "strategy.connection.timeout_minutes=0.05", "debug=fast"]
+    places = [f"paths.runs={tmp_path}", f"paths.cache={tmp_path}", "trainer.accelerator=cpu"]
+    done = run_command("train.py", *words, *places)
+    assert done.returncode == 1 and "process 0 waited for 2 processes at 127.0.0.1" in done.stderr, done.stderr
+    assert "start every node with the same trainer.devices" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_launcher_that_started_another_number_of_processes_is_told(tmp_path):
+    words = ["strategy=ddp", "trainer.devices=2", "debug=fast", f"paths.runs={tmp_path}", f"paths.cache={tmp_path}"]
+    torchrun = dict(WORLD_SIZE="3", RANK="0", LOCAL_RANK="0", GROUP_RANK="0", LOCAL_WORLD_SIZE="3")
+    known = dict(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    done = run_command("train.py", *words, "trainer.accelerator=cpu", **torchrun, **known)
+    assert done.returncode == 1 and "does not match the world size (3)" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+COLUMNS = {"ddn": "DDN", "ddgan": "DDGAN", "expert": "expert"}
+TABLE = re.compile(r"^\| `strategy=` .*?\n(?=\n)", re.M | re.S)
+
+
+def strategy_table() -> str:
+    """The README's: which models are proven under which engine, and what the engine's file says of itself."""
+    rows = [["`strategy=`", *COLUMNS.values(), ""], ["---"] * (len(COLUMNS) + 2)]
+    for name in ("single", *DOUBLE, *SINGLE):
+        cells = ["yes" if name == "single" or (model, name) in PROVEN else "no" for model in COLUMNS]
+        about = (ROOT / "conf/strategy" / f"{name}.yaml").read_text().splitlines()[0]
+        rows.append([f"`{name}`", *cells, about.removeprefix("# ")])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows).replace("|  |", "| |").replace("| --- ", "|---")
+
+
+def test_the_readme_has_the_table_of_what_is_proven_here():
+    assert strategy_table() in (ROOT / "README.md").read_text(), "PYTHONPATH=. python tests/test_strategies.py"
 
 
 def drifting_worker(rank: int, port: int, out: str) -> None:
@@ -302,7 +443,7 @@ def test_parameters_that_nothing_reaches_are_listed(capsys):
 
 
 def two_level_worker(rank: int, port: int, out: str) -> None:
-    from src.strategies.ddp import all_reduce, node_groups
+    from src.strategies.connection import all_reduce, node_groups
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=4)
@@ -321,6 +462,72 @@ def test_two_levels_of_exchange_sum_over_all_processes(tmp_path):
         assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), torch.arange(7, dtype=torch.float64) * 10)
 
 
+def small_transformer(share: slice) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A network whose every weight matters, and its loss () of some of four images."""
+    from src.modules.networks.dit import DiT
+
+    network, generator = DiT(3, 8, width=16, depth=2, heads=4).double(), torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=generator)[share]
+    return network, lambda: network(x, torch.full((len(x),), 400.5)).square().mean()
+
+
+def sharing_worker(rank: int, port: int, out: str) -> None:
+    from types import SimpleNamespace
+
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from src.sharding import whole
+    from src.strategies.tensor_parallel import TensorParallel
+
+    here = {"MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in here.items()}
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    devices = [torch.device("cpu")] * 4
+    strategy = TensorParallel(tensor=2, parallel_devices=devices, cluster_environment=TorchElasticEnvironment())
+    network, loss = small_transformer(slice(rank // 2, None, 2))
+    strategy.connect(SimpleNamespace(parallel_networks=lambda: {"network": network}))
+    strategy.configure_ddp()
+    with strategy.engine.hold(network, twice=False):
+        loss().backward()
+    kept = sum(p.to_local().numel() if hasattr(p, "to_local") else 0 for p in network.parameters())
+    gradients = {name: whole(p.grad) for name, p in network.named_parameters()}
+    torch.save({"gradients": gradients, "kept": kept}, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_gradients_of_shares_are_those_of_the_whole_and_the_same_everywhere(tmp_path):
+    """Two copies of two shares with different images: to the bit, or what all have whole would drift apart."""
+    spawned(sharing_worker, 4, tmp_path)
+    network, loss = small_transformer(slice(None))
+    loss().backward()
+    expected = {name: p.grad for name, p in network.named_parameters()}
+    split = [m for b in network.blocks for m in (b.attention.qkv, b.mlp.fc1, b.attention.out, b.mlp.fc2)]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for there in found:
+        assert there["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(there["gradients"][name], gradient, rtol=0, atol=1e-12)
+            assert torch.equal(there["gradients"][name], found[0]["gradients"][name]), name
+        biases = sum(m.bias.numel() for m in split[:2] + split[4:6])
+        assert there["kept"] == (sum(m.weight.numel() for m in split) + biases) / 2
+
+
+def test_a_gradient_penalty_is_refused_where_networks_are_split():
+    from src.strategies.tensor_parallel import TensorParallel
+
+    engine = TensorParallel(tensor=2).engine
+    with pytest.raises(ValueError, match="an exact gradient penalty cannot be had"), engine.hold(None, twice=True):
+        pass
+
+
 def test_norms_of_whole_tensors_are_the_common_ones():
     parts = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
     assert total_norm(parts) == 5
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(TABLE.sub(lambda _: strategy_table(), readme.read_text()))
