@@ -27,7 +27,14 @@ MODELS = {
     "ddgan": ["experiment=ddgan_small", "callbacks=[budget,r1]", "callbacks.r1.interval=1"],
     "expert": ["experiment=expert_small", "callbacks=[budget]", "model.network.width=256"],
 }
-SHARED = ["logger=[]", "data=fashion10k", "val_every_kimg=1000", "trainer.precision=32-true", "trainer.accelerator=cpu"]
+SHARED = [
+    "logger=[]",
+    "data=fashion10k",
+    "val_every_kimg=1000",
+    "+trainer.limit_val_batches=0",
+    "trainer.precision=32-true",
+    "trainer.accelerator=cpu",
+]
 
 
 def main() -> None:

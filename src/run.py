@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from src import checkpoint as canonical
 from src.config import code_stamp, plain
+from src.engine import engine_of
 from src.protocols import KnowsRun
 from src.report import summary
 
@@ -50,7 +51,7 @@ def train(config: DictConfig) -> None:
         if begins and not _imported(config, model, folder / "checkpoints"):
             return
         trainer = _trainer(config)
-        data.check_split(trainer.world_size, config.micro_batch)
+        data.check_split(engine_of(trainer).share(trainer)[1], config.micro_batch)
         if _is_main():
             print(f"{config.name}: {model.describe()}, {len(data.train)} training images", flush=True)
         trainer.fit(model, data)
@@ -77,8 +78,8 @@ def _imported(config: DictConfig, model, checkpoints: Path) -> bool:
 
 def _trainer(config: DictConfig):
     # a recipe's settings of a callback that was not chosen are no callback
-    callbacks = [instantiate(c) for c in (config.callbacks or {}).values() if "_target_" in c]
-    loggers = [instantiate(c) for c in (config.logger or {}).values()]
+    callbacks = [instantiate(c) for c in (config.get("callbacks") or {}).values() if "_target_" in c]
+    loggers = [instantiate(c) for c in (config.get("logger") or {}).values()]
     known, stamp = plain(config), code_stamp(list(HydraConfig.get().overrides.task))
     for keeper in callbacks + loggers:
         if isinstance(keeper, KnowsRun):
@@ -88,7 +89,7 @@ def _trainer(config: DictConfig):
         callbacks=callbacks,
         logger=loggers or False,
         strategy=instantiate(config.strategy),
-        enable_checkpointing="checkpoint" in (config.callbacks or {}),
+        enable_checkpointing="checkpoint" in (config.get("callbacks") or {}),
     )
 
 
@@ -123,7 +124,8 @@ def quieten() -> None:
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(treespec|save all extracted features|does not have many workers).*")
+    for said in ("treespec", "save all extracted features", "does not have many workers", "Grad strides do not match"):
+        warnings.filterwarnings("ignore", message=f".*{said}")
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from src.protocols import KeptWhole
 from src.sharding import Piece, total_norm
 from src.strategies.ddp import ManualDDP
 
+BUCKET = 2**26  # numbers that travel at once, at most
+
 
 class DeepSpeed(ManualDDP):
     """ZeRO stage 0 (nothing in parts), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
@@ -58,10 +60,15 @@ class DeepSpeed(ManualDDP):
         module = self.lightning_module
         for (name, network), optimizer in zip(module.parallel_networks().items(), self.optimizers, strict=True):
             maker, clip_norm = module.optimizer_makers[name], module.clip_norm
-            self.engine.add(name, network, optimizer, maker, clip_norm, self._config(clip_norm))
+            sizes = [p.numel() for p in network.parameters()]
+            self.engine.add(name, network, optimizer, maker, clip_norm, self._config(clip_norm, sizes))
 
-    def _config(self, clip_norm: float | None) -> dict:
-        zero = {"stage": self.stage, "overlap_comm": self.root_device.type != "cpu", **self.zero}
+    def _config(self, clip_norm: float | None, sizes: list[int]) -> dict:
+        """DeepSpeed's settings for a network with parameters of so many numbers."""
+        zero = {"stage": self.stage, "overlap_comm": self.root_device.type != "cpu"}
+        bucket = max(*sizes, min(BUCKET, sum(sizes) // 8))
+        zero["reduce_bucket_size"] = bucket  # DeepSpeed allocates all of it, for each network
+        zero |= self.zero
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu"}
         return {
