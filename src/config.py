@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -50,6 +52,16 @@ def digest(*, _root_: DictConfig) -> str:
     return hashlib.sha256(json.dumps(_plain_numbers(config), sort_keys=True).encode()).hexdigest()[:6]
 
 
+def sweep_name(*, _root_: DictConfig) -> str:
+    """What a sweep is called: the same for the same settings, wherever and however many at once its jobs run."""
+    chosen, asked = _root_.hydra.runtime.choices, _root_.hydra.overrides.task
+    told = {"asked": sorted(o for o in asked if not o.startswith("launcher=")), "params": None}
+    if _root_.hydra.sweeper.get("params"):
+        told["params"] = OmegaConf.to_container(_root_.hydra.sweeper.params)
+    six = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:6]
+    return f"{chosen.get('sweep') or chosen.get('experiment') or 'grid'}-{six}"
+
+
 def _plain_numbers(value):
     """30.0 is 30."""
     if isinstance(value, dict):
@@ -64,7 +76,15 @@ def batches(kimg: float, batch: int) -> int:
     return max(1, round(kimg * 1000 / max(1, batch)))
 
 
+def told(name: str) -> str:
+    """conf/`name`.yaml without its list of defaults: every setting with its comment, for --help."""
+    text = re.sub(r"^defaults:\n( .*\n)*\n?", "", (CONF / f"{name}.yaml").read_text(), flags=re.M)
+    return text.replace("$", "$$")  # the help is a template
+
+
+OmegaConf.register_new_resolver("told", told, replace=True)
 OmegaConf.register_new_resolver("digest", digest, replace=True)
+OmegaConf.register_new_resolver("sweep_name", sweep_name, replace=True)
 OmegaConf.register_new_resolver("batches", batches, replace=True)
 
 
@@ -108,6 +128,9 @@ def entry(name: str) -> Callable:
 
         def command() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands over what it finds while composing
+            sys.argv[1:] = sorted(
+                sys.argv[1:], key=lambda word: word not in ("-m", "--multirun")
+            )  # anywhere, for users
             with _mistakes_in_a_sentence(name):
                 composed()
 
@@ -124,6 +147,8 @@ def _mistakes_in_a_sentence(name: str) -> Iterator[None]:
         if os.environ.get("FEWSTEP_TRACEBACK"):
             raise
         sys.exit(f"{name}: {sentence(error, name)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def sentence(error: BaseException, name: str) -> str:
@@ -134,12 +159,19 @@ def sentence(error: BaseException, name: str) -> str:
             return str(cause)
         return f"{where or 'the configuration'} cannot be built: {cause}"
     if isinstance(error, HydraException):
-        return _wrong_override(name) or _first_line(error)
+        return _wrong_override(name) or _several(error) or _first_line(error)
     return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _several(error: BaseException) -> str | None:
+    """Of one setting, without -m."""
+    said = re.match("Ambiguous value for argument '([^=]*)=(.*)'", str(error))
+    key, values = said.groups() if said else (None, None)
+    return said and f"'{key}={values}' is several values; add -m to run each, or write {key}=[{values}] for a list"
 
 
 def _wrong_override(name: str) -> str | None:
@@ -151,17 +183,30 @@ def _wrong_override(name: str) -> str | None:
             override = OverridesParser.create().parse_override(text)
         except HydraException:
             return f"'{text}' is not of the form key=value (quote values that hold spaces, commas or equal signs)"
-        key, value = override.key_or_group, override.value()
-        if key in groups:
-            chosen = value if isinstance(value, list) else [value]
-            for choice in (str(c) for c in chosen if c is not None):
-                if choice not in groups[key]:
-                    return f"{key}={choice} does not exist; {_nearest(choice, groups[key])}"
-        elif override.is_add() or override.is_delete() or key.split(".")[0] == "hydra" or key in known:
+        key = override.key_or_group
+        if key in groups and not key.startswith("hydra/"):
+            if override.value() is None and not override.is_delete():
+                return f"{key}=null is no choice; ~{key} takes the group away, and there is {', '.join(groups[key])}"
+            for choice in (c for c in _choices(override) if c not in groups[key]):
+                return f"{key}={choice} does not exist; {_nearest(choice, groups[key])}"
+        elif override.is_add() or override.is_delete() or key in known or _of_hydra(key):
             continue
         else:
             return f"'{key}' is no key of the configuration; {_nearest(key, [*known, *groups])}"
     return None
+
+
+def _choices(override: Override) -> list[str]:
+    """The options of a group that an override names: one, a list, or several to sweep over."""
+    value = override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    flat = [choice for v in values for choice in (v if isinstance(v, list) else [v])]
+    return [str(getattr(choice, "text", choice)) for choice in flat if choice is not None]
+
+
+def _of_hydra(key: str) -> bool:
+    """Settings of Hydra's own, of which only those of sweeps are looked up."""
+    return key.startswith("hydra") and not re.match(r"hydra\.(launcher|sweeper)\.(?!params\b)", key)
 
 
 def check_types(name: str) -> None:
@@ -197,22 +242,27 @@ def _shown(value) -> str:
 
 def _known_keys(name: str) -> list[str]:
     """Every key of the configuration that the command line's valid group choices compose."""
-    return list(_keys(OmegaConf.to_container(_chosen(name), resolve=False)))
+    keys = _keys(OmegaConf.to_container(_chosen(name, hydra_too=True), resolve=False))
+    return [key for key in keys if not _of_hydra(key)]
 
 
-def _chosen(name: str) -> DictConfig:
-    """The configuration that the command line's valid group choices compose, without its other settings."""
+def _chosen(name: str, hydra_too: bool = False) -> DictConfig:
+    """The configuration that the command line's valid group choices compose, without its other settings.
+
+    Of several options to sweep over, the first.
+    """
     groups = {p.name for p in CONF.iterdir() if p.is_dir()}
     choices = [a for a in sys.argv[1:] if a.partition("=")[0] in groups]
+    choices = [a if "[" in a else a.split(",")[0] for a in choices]
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            return compose(name, choices)
+            return compose(name, choices, return_hydra_config=hydra_too)
         except HydraException:
-            return compose(name)
+            return compose(name, return_hydra_config=hydra_too)
 
 
 def _keys(node: dict, prefix: str = "") -> Iterator[str]:
@@ -223,7 +273,9 @@ def _keys(node: dict, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(word: str, names: list[str]) -> str:
+    parts = {name: set(re.split("[._]", name)) for name in (word, *names)}
     same = [n for n in names if n.rpartition(".")[2] == word.rpartition(".")[2]]
+    same += [n for n in names if parts[word] <= parts[n]]  # lr_generator in optimizer_generator.lr
     near = list(dict.fromkeys([*same, *get_close_matches(word, names, n=3, cutoff=0.5)]))[:3]
     if not near and len(names) > 12:
         return "`--cfg job` shows all of it"

@@ -387,11 +387,16 @@ def test_what_is_no_setting_at_all_is_told_by_its_form(mistake, words):
     assert words[0] in said and "key=value" in said
 
 
-@pytest.mark.parametrize("command", [entry for entry in ENTRIES if entry != "train"])
+@pytest.mark.parametrize("command", [entry for entry in ENTRIES if entry not in ("train", "compare")])
 def test_other_commands_tell_mistakes_alike(mistake, command, tmp_path):
     assert mistake("rum=3", command=command).startswith("'rum' is no key of the configuration; did you mean run")
     assert "is no run folder" in mistake(f"run={tmp_path / 'nowhere'}", command=command)
     assert "run=None" in mistake(command=command) or "run=" in mistake(command=command)
+
+
+def test_compare_tells_mistakes_alike(mistake, tmp_path):
+    assert mistake("rum=3", command="compare").startswith("'rum' is no key of the configuration; did you mean run")
+    assert "matches no run folder" in mistake(f"runs={tmp_path / 'nowhere'}", command="compare")
 
 
 @pytest.mark.parametrize(
