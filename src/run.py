@@ -124,7 +124,13 @@ def quieten() -> None:
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for said in ("treespec", "save all extracted features", "does not have many workers", "Grad strides do not match"):
+    for said in (
+        "treespec",
+        "save all extracted features",
+        "does not have many workers",
+        "Grad strides do not",
+        "It is recommended",
+    ):
         warnings.filterwarnings("ignore", message=f".*{said}")
 
 
