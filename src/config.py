@@ -34,6 +34,7 @@ WATCHERS = (
     "progress",
     "checkpoint",
     "consistency",
+    "health",
 )  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 
@@ -211,7 +212,8 @@ def _of_hydra(key: str) -> bool:
 
 def check_types(name: str) -> None:
     """Raise ValueError where the command line gives a setting another type than its YAML does: a word for a number."""
-    changes = [OverridesParser.create().parse_override(a) for a in HydraConfig.get().overrides.task]
+    asked = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    changes = [OverridesParser.create().parse_override(a) for a in asked]
     plain_changes = [o for o in changes if not (o.is_add() or o.is_delete() or o.is_force_add())]
     if not plain_changes:
         return

@@ -23,6 +23,8 @@ class DDN(Module):
         optimizer: from parameters to an optimizer.
         halflife_kimg: after how many images a choice counts half in Split-and-Prune; None: never, as in the paper.
         min_evidence: choices per leaf that a layer must have seen before its first split.
+        diversity_noise: in every `diversity_every`th batch, the probability, per sample and layer, that training goes
+            on with a random leaf, beside chain dropout's; 0 for never.
         seed, micro_batch, schedule, clip_norm: as in Module.
     """
 
@@ -34,13 +36,20 @@ class DDN(Module):
         optimizer: Callable[..., Optimizer],
         halflife_kimg: float | None = None,
         min_evidence: float = 16,
+        diversity_noise: float = 0.0,
+        diversity_every: int = 500,
         **shared,
     ):
         super().__init__(**shared)
         if halflife_kimg is not None and halflife_kimg <= 0:
             raise ValueError(f"model.halflife_kimg is {halflife_kimg}; give thousands of images > 0, or null for never")
+        if not 0 <= diversity_noise < 1:
+            raise ValueError(f"model.diversity_noise is {diversity_noise}, but must be a probability in [0, 1)")
+        if diversity_every < 1:
+            raise ValueError(f"model.diversity_every is {diversity_every}, but must be at least 1 batch")
         self.decoder, self.optimizer_makers = decoder, {"decoder": optimizer}
         self.halflife_kimg, self.min_evidence = halflife_kimg, min_evidence
+        self.diversity_noise, self.diversity_every = diversity_noise, diversity_every
         leaves = torch.tensor(decoder.leaves)
         self.register_buffer("leaves", leaves, persistent=False)  # (layers,)
         self.register_buffer("tally", torch.zeros(2, len(leaves), max(decoder.leaves), dtype=torch.float64))
@@ -89,6 +98,8 @@ class DDN(Module):
         """Mean over the layers of each one's error; adds this micro-batch's choices and losses to `chosen`."""
         noise, layers = self.noise(part), len(self.leaves)
         dropped = noise.uniform("chain_dropout", layers) < self.decoder.chain_dropout
+        if self.diversity_noise and (self.batches_seen + 1) % self.diversity_every == 0:
+            dropped |= noise.uniform("diversity_noise", layers) < self.diversity_noise
         losses = []
         found = self.decoder(part.images, part.labels, dropped, self._random_codes(noise, "chain_dropout_codes"))
         for number, layer in enumerate(found):
