@@ -94,6 +94,7 @@ class Distances(nn.Module):
         part = path.with_suffix(f".{os.getpid()}.part")
         torch.save(self.real_state(), part)
         os.replace(part, path)
+        self.load_real(self.real_state())  # in one piece, as from the cache: torchmetrics wants equally many everywhere
 
     def real_state(self) -> dict[str, Tensor]:
         """The statistics of the real images taken in so far."""

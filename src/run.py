@@ -41,6 +41,8 @@ def train(config: DictConfig) -> None:
     with _locked(folder):
         done, _ = canonical.newest(folder / "checkpoints")
         if done is not None and int(done.name) >= config.total_kimg * 1000:
+            if _is_main() and not (folder / "result.json").exists():  # killed just before it was written
+                _write_result(folder, config.name, int(done.name), canonical.read(done)["metrics"])
             print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder, overrides)}")
             return
         data = instantiate(config.data)
@@ -57,9 +59,14 @@ def train(config: DictConfig) -> None:
         trainer.fit(model, data)
         if trainer.is_global_zero:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            result = {"name": config.name, "kimg": model.images_seen / 1000, "metrics": metrics}
-            (folder / "result.json").write_text(json.dumps(result, indent=1))
+            _write_result(folder, config.name, model.images_seen, metrics)
             print(summary(folder, overrides), flush=True)
+
+
+def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float]) -> None:
+    part = folder / "result.json.part"
+    part.write_text(json.dumps({"name": name, "kimg": images / 1000, "metrics": metrics}, indent=1))
+    os.replace(part, folder / "result.json")
 
 
 def _imported(config: DictConfig, model, checkpoints: Path) -> bool:

@@ -154,7 +154,7 @@ def test_more_jobs_than_there_are_gpus_for_are_refused(tmp_path):
 @pytest.mark.parametrize("send", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_a_sweep_stops_all_that_runs_and_repeating_it_goes_on(tmp_path, send):
     words = ["seed=0,1,2", "hydra.launcher.jobs=2", *SHORT]
-    process = begun(tmp_path, *words, STEP_SECONDS="0.5")
+    process = begun(tmp_path, *words, STEP_SECONDS="0.3")
     try:
         wait_for(lambda: all(list(tmp_path.glob(f"runs/*-s{seed}-*/metrics.csv")) for seed in (0, 1)))
         process.send_signal(send)
@@ -191,12 +191,12 @@ def test_a_job_that_does_not_hear_is_killed_when_its_grace_is_over(tmp_path):
 
 def test_two_sweeps_at_once_share_their_work(tmp_path):
     """Each run is trained once, and both tables have every value."""
-    processes = [begun(tmp_path, "seed=0,1,2", STEP_SECONDS="0.3") for _ in range(2)]
+    processes = [begun(tmp_path, "seed=0,1", STEP_SECONDS="0.2") for _ in range(2)]
     said = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    assert [len(attempts(run_of(tmp_path, seed))) for seed in (0, 1, 2)] == [1, 1, 1]
+    assert [len(attempts(run_of(tmp_path, seed))) for seed in (0, 1)] == [1, 1]
     for text in said:
-        assert len(re.findall(r"seed=(\d) +\1\.1 +\d+ +(?:was )?finished$", text, re.M)) == 3
+        assert len(re.findall(r"seed=(\d) +\1\.1 +\d+ +(?:was )?finished$", text, re.M)) == 2
     assert {"finished", "was finished"} == set(re.findall(r" ((?:was )?finished)$", said[0] + said[1], re.M))
 
 
@@ -205,7 +205,7 @@ def test_two_sweeps_at_once_share_their_work(tmp_path):
 
 STUDY = [
     "sweep=optuna_ddn",
-    "hydra.sweeper.n_trials=8",
+    "hydra.sweeper.n_trials=7",
     "model.decoder.chain_dropout=0.1",
     "callbacks.ema.halflife_kimg=1",
     "hydra.sweeper.sampler.n_startup_trials=4",
@@ -218,7 +218,7 @@ STUDY = [
 def test_a_study_is_interrupted_and_continued(tmp_path):
     """It counts trials over both commands, prunes, and calls a run without a finite value failed."""
     optuna = pytest.importorskip("optuna")
-    process = begun(tmp_path, *STUDY, *SHORT, STEP_SECONDS="0.15")
+    process = begun(tmp_path, *STUDY, *SHORT, STEP_SECONDS="0.1")
     try:
         wait_for(lambda: len(list(tmp_path.glob("runs/ddn*/metrics.csv"))) == 3)
         process.send_signal(signal.SIGINT)
@@ -229,12 +229,12 @@ def test_a_study_is_interrupted_and_continued(tmp_path):
     (path,) = tmp_path.glob("runs/sweeps/optuna_ddn-*/study.db")
     before = optuna.load_study(study_name="study", storage=f"sqlite:///{path}").trials
     assert len(before) == 3 and not before[2].state.is_finished()
-    done = sweep(tmp_path, *STUDY, STEP_SECONDS="0.15")
+    done = sweep(tmp_path, *STUDY, STEP_SECONDS="0.1")
     assert done.returncode == 0, done.stderr
     trials = optuna.load_study(study_name="study", storage=f"sqlite:///{path}").trials
-    assert len(trials) == 8 and all(trial.state.is_finished() for trial in trials)
+    assert len(trials) == 7 and all(trial.state.is_finished() for trial in trials)
     assert [trial.params for trial in trials[:3]] == [trial.params for trial in before]
-    assert len({trial.params["model.optimizer.lr"] for trial in trials}) == 8  # the sampler did not begin again
+    assert len({trial.params["model.optimizer.lr"] for trial in trials}) == 7  # the sampler did not begin again
     resumed = tmp_path / "runs" / trials[2].user_attrs["run"]
     assert len(attempts(resumed)) == 2 and steps(resumed) == sorted(set(steps(resumed)))
     of = {name: [t for t in trials if t.state.name == name] for name in ("COMPLETE", "PRUNED", "FAIL")}
@@ -270,7 +270,7 @@ def test_a_task_whose_time_is_over_saves_and_is_queued_again(tmp_path):
     """submitit tells its task by a signal, some time before."""
     pytest.importorskip("submitit")
     words = [*SLURM, "hydra.launcher.cluster=local", "trainer.accelerator=cpu", "seed=0"]
-    process = begun(tmp_path, *words, STEP_SECONDS="1")
+    process = begun(tmp_path, *words, STEP_SECONDS="0.4")
     try:
         wait_for(lambda: list(tmp_path.glob("runs/ddn*/metrics.csv")))
         (task,) = (
@@ -414,31 +414,31 @@ def ranks(folder: Path) -> dict[int, str]:
 
 def test_a_run_of_two_processes_is_killed_and_goes_on_when_the_sweep_is_repeated(tmp_path):
     """Lightning starts each rank with its own command line, which is a single run's: no rank starts a sweep."""
-    process = begun(tmp_path, *REAL, "schedule_kimg=0.16,1.6", script="train.py")
+    process = begun(tmp_path, *REAL, "schedule_kimg=1.2", script="train.py")
     try:
         wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/000000000[2-9]??/manifest.json")), 500)
         running = ranks(tmp_path)
         (first,) = [pid for pid, line in running.items() if "train_ddp_process" not in line]
-        assert len(running) == 2 and all("schedule_kimg=1.6" in line for line in running.values())
+        assert len(running) == 2
         os.kill(first, signal.SIGKILL)
         said, wrong = process.communicate(timeout=200)
     finally:
         process.kill()
         for pid in ranks(tmp_path):
             os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 1 and "1 of 2 runs failed" in wrong
+    assert process.returncode == 1 and "1 of 1 runs failed" in wrong
     assert "killed by SIGKILL" in said and ranks(tmp_path) == {}
-    assert states(tmp_path) == {"schedule_kimg=0.16": "finished", "schedule_kimg=1.6": "failed"}
-    again = sweep(tmp_path, *REAL, "schedule_kimg=0.16,1.6", script="train.py")
+    assert states(tmp_path) == {"schedule_kimg=1.2": "failed"}
+    again = sweep(tmp_path, *REAL, "schedule_kimg=1.2", script="train.py")
     assert again.returncode == 0, again.stdout
-    assert states(tmp_path) == {"schedule_kimg=0.16": "was finished", "schedule_kimg=1.6": "finished"}
-    assert len(list(tmp_path.glob("runs/*"))) == 3
-    (log,) = [p for p in tmp_path.glob("runs/*/log.txt") if "schedule_kimg=1.6" in p.read_text()]
+    assert states(tmp_path) == {"schedule_kimg=1.2": "finished"}
+    assert len(list(tmp_path.glob("runs/*"))) == 2  # the run and the sweep
+    (log,) = tmp_path.glob("runs/*/log.txt")
     assert "Continuing from checkpoint" in log.read_text()
     rows = [line.split(",") for line in (log.parent / "metrics.csv").read_text().splitlines()]
     loss = [float(row[3]) for row in rows if row[2] == "train/loss"]
-    assert len(loss) == 20
-    assert re.search(rf"schedule_kimg=1\.6 +{loss[-1]:.5g} +\d+ +finished$", again.stdout, re.M)
+    assert len(loss) == 15
+    assert re.search(rf" +{loss[-1]:.5g} +\d+ +finished$", again.stdout, re.M)
 
 
 # Settings of sweeps, and answers

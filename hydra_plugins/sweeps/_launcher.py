@@ -6,7 +6,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -110,7 +110,9 @@ class ProcessLauncher(Launcher):
                         job, lock = self._next(jobs, waiting, ended)
                         if job is None:
                             break
-                        running[job] = Running(self._begin(job), lock, time.monotonic())
+                        running[job] = Running(self.start(job), lock, time.monotonic())
+                        job.state = "running"
+                        self._say(job, f"started, writes {job.log}")
                     if not running and not waiting:
                         return
                     time.sleep(self.poll_seconds)
@@ -126,8 +128,9 @@ class ProcessLauncher(Launcher):
                 self._stop_all([now.started for now in running.values()])
                 for job in running:
                     job.state = "stopped"
-                self._write()
-                self.report()
+                with suppress(OSError):  # the terminal may be gone
+                    self._write()
+                    self.report()
                 raise
 
     def connect(self) -> None:
@@ -171,12 +174,6 @@ class ProcessLauncher(Launcher):
             ended(job)
         return None, None
 
-    def _begin(self, job: Job) -> Started:
-        started = self.start(job)
-        job.state = "running"
-        self._say(job, f"started, writes {job.log}")
-        return started
-
     def _end(self, job: Job, code: int | None) -> None:
         """`code` is None for a run that needed nothing."""
         job.code = code
@@ -213,11 +210,12 @@ class ProcessLauncher(Launcher):
 
     def _stop_all(self, started: list[Started]) -> None:
         """Every job saves and ends; what has not when the grace is over, or at one more signal, is killed."""
-        if started:
-            print("\nstopping: jobs save and end; once more kills them", flush=True)
         until, signals = time.monotonic() + self.grace_seconds, len(self.signals)
         for one in started:
             one.stop()
+        if started:
+            with suppress(OSError):
+                print("\nstopping: jobs save and end; once more kills them", flush=True)
         while any(one.poll() is None for one in started) and time.monotonic() < until and len(self.signals) == signals:
             time.sleep(self.poll_seconds)
         for one in started:

@@ -84,6 +84,8 @@ class OptunaSweeper(Sweeper):
         storage = optuna.storages.RDBStorage(f"sqlite:///{(folder / 'study.db').absolute()}")
         opened = dict(storage=storage, study_name="study", direction=self.direction, load_if_exists=True)
         self.study = optuna.create_study(**opened, pruner=self.pruner and instantiate(self.pruner))
+        if (begun := self.study.direction.name.lower()) != self.direction:
+            raise ValueError(f"the study in {folder} is to {begun}; set hydra.sweep.dir=OTHER to {self.direction}")
         if self.sampler:
             moved = {"seed": self.sampler.seed + len(self.study.trials)} if self.sampler.get("seed") is not None else {}
             self.study.sampler = instantiate(self.sampler, **moved)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from hydra_plugins.sweeps import _task
 from hydra_plugins.sweeps._job import Job
@@ -47,7 +48,8 @@ class SlurmLauncher(ProcessLauncher):
     ):
         super().__init__(jobs, grace_seconds)
         self.asked = {"timeout_min": minutes, "slurm_partition": partition, "slurm_account": account}
-        self.asked |= {"cpus_per_task": cpus_per_task, "mem_gb": mem_gb, **(options or {})}
+        options = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options or {}
+        self.asked |= {"cpus_per_task": cpus_per_task, "mem_gb": mem_gb, **options}
         self.gpus_per_node, self.requeues, self.cluster = gpus_per_node, requeues, cluster
 
     def connect(self) -> None:
@@ -70,7 +72,12 @@ class SlurmLauncher(ProcessLauncher):
         except RuntimeError as error:  # no srun here
             raise ValueError(f"launcher=slurm: {error}") from error
         task = _task.Task(
-            job.command(), str(job.log.absolute()), os.getcwd(), self.variables(), False, self.grace_seconds
+            job.command(),
+            str(job.log.absolute()),
+            os.getcwd(),
+            self.variables(),
+            self.cluster != "slurm",
+            self.grace_seconds,
         )
         return _Submitted(executor.submit(task), job)
 

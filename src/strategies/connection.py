@@ -1,5 +1,6 @@
 """How the processes of a run find one another, and how they exchange sums."""
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -43,6 +44,7 @@ class Connected(DDPStrategy):
                     world_size=self.world_size,
                     timeout=self._timeout,
                 )
+                atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
             super().setup_distributed()
         except dist.DistError as error:
             where = self.init_method or f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"

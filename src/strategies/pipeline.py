@@ -34,6 +34,8 @@ class Pipeline(ManualDDP):
         self, stages: int, micro_batches: int = 8, schedule: str = "1f1b", layers: list[int] | None = None, **options
     ):
         super().__init__(**options)
+        if type(stages) is not int or stages < 1:
+            raise ValueError(f"strategy.stages={stages} must be a whole number: of processes that share a network")
         if schedule not in SCHEDULES:
             raise ValueError(f"strategy.schedule={schedule} is unknown; it may be {' or '.join(SCHEDULES)}")
         if micro_batches < 1:
