@@ -3,7 +3,8 @@
 `checkpoints/000000026112/` holds `state.pt` (loadable with weights_only=True), the code stamp, and `manifest.json`
 with the size and sha256 of each. It is written as `000000026112.tmp/`, synchronised to disk and renamed; 26,112 is the
 number of images that training had seen. The state is {"weights", "optimizers", "callbacks", "position", "metrics",
-"config"}: full tensors by parameter name, the same whatever engine and number of processes wrote them.
+"config"}: full tensors by parameter name, the same whatever engine and number of processes wrote them. What a roll-back
+changes of it stands in a file of its own beside it, see `amend`.
 
 For networks that no process can hold whole there are native checkpoints: what an engine keeps in parts is written part
 by part, by torch.distributed.checkpoint, into `native/`. The rest is `native/state.pt`, a state with meta tensors in
@@ -13,6 +14,7 @@ whoever wrote it, since its index is a pickle.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -32,7 +34,7 @@ from torch.optim import Optimizer
 from src.sharding import Piece, like, local, saved
 
 STATE, MANIFEST, BEST, NATIVE = "state.pt", "manifest.json", "best.json", "native"
-NATIVE_STATE = f"{NATIVE}/{STATE}"
+NATIVE_STATE, AMENDED = f"{NATIVE}/{STATE}", "amended"
 
 
 def folder_of(checkpoints: Path, images: int) -> Path:
@@ -120,10 +122,10 @@ def committed(checkpoints: Path) -> list[Path]:
     return sorted(p for p in checkpoints.glob("*") if p.is_dir() and p.name.isdigit())
 
 
-def newest(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and one line for every newer one that does not."""
+def newest(checkpoints: Path, until: float = math.inf) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, of those up to `until` images; and a line for every newer that does not."""
     rejected = []
-    for folder in reversed(committed(checkpoints)):
+    for folder in (folder for folder in reversed(committed(checkpoints)) if int(folder.name) <= until):
         if (why := fault(folder)) is None:
             return folder, rejected
         rejected.append(f"checkpoint {folder.name} is not used: {why}")
@@ -147,7 +149,27 @@ def state_of(folder: Path, native: str | None = None) -> dict[str, Any]:
             f"checkpoint {folder} is in the native format of {state['native']['format']}; make it canonical first: "
             f"python prepare.py task=consolidate run={folder.parent.parent} checkpoint={folder.name}"
         )
+    for name in _amendments(folder):
+        for part, values in json.loads((folder / name).read_text()).items():
+            state[part] |= values
     return state
+
+
+def amend(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Change entries of a checkpoint's state that JSON can hold: part of the state -> name -> new value.
+
+    Earlier changes are forgotten. The manifest is replaced last: until then the checkpoint is the one that it was.
+    Raises OSError where it cannot be written.
+    """
+    entries, before = json.loads((folder / MANIFEST).read_text()), _amendments(folder)
+    name = next(n for n in (f"{AMENDED}_{k}.json" for k in range(len(before) + 1)) if n not in before)
+    others = {key: entry for key, entry in entries.items() if key not in before}
+    entries = {name: _written(folder / name, json.dumps(changes, indent=1))} | others
+    _written(folder / f"{MANIFEST}.part", json.dumps(entries, indent=1))
+    os.replace(folder / f"{MANIFEST}.part", folder / MANIFEST)
+    _sync(folder)
+    for old in before:
+        (folder / old).unlink(missing_ok=True)
 
 
 def consolidate(folder: Path) -> bool:
@@ -290,6 +312,10 @@ def _cause(error: BaseException) -> BaseException:
 def _require_intact(folder: Path) -> None:
     if (why := fault(folder)) is not None:
         raise ValueError(f"checkpoint {folder} cannot be used: {why}")
+
+
+def _amendments(folder: Path) -> list[str]:
+    return [name for name in json.loads((folder / MANIFEST).read_text()) if name.startswith(f"{AMENDED}_")]
 
 
 def _state_file(folder: Path) -> Path:

@@ -125,6 +125,23 @@ class KeepsWeights(Protocol):
 
 
 @runtime_checkable
+class RollsBack(Protocol):
+    """A callback that takes a run back to a good checkpoint.
+
+    What owns the checkpoints asks it after all other callbacks, on all processes. It hands it go_back(trainer, module,
+    until, lr_factor, states), which restores the newest checkpoint that verifies, of those up to `until` images, with
+    new data, learning rates times `lr_factor`, and these states of callbacks, by class name; it becomes the newest, and
+    its folder is returned, or None where there is no such checkpoint.
+    """
+
+    def after_batch(self, trainer, module, go_back: Callable[..., Path | None]) -> bool:
+        """Whether the run went back, at a batch's end."""
+
+    def after_validation(self, trainer, module, best: dict | None, go_back: Callable[..., Path | None]) -> bool:
+        """Whether the run went back, at a validation's end; `best` is what the first process knows of the best."""
+
+
+@runtime_checkable
 class KnowsRun(Protocol):
     """A callback or logger that keeps what the run is."""
 

@@ -367,7 +367,7 @@ def test_a_runs_checkpoint_is_plain_and_says_everything(tiny_run):
     assert folder.name == "000000000064" and rejected == []
     state = torch.load(folder / "state.pt", weights_only=True)
     assert state.keys() == {"weights", "optimizers", "callbacks", "position", "metrics", "config"}
-    assert state["position"] == {"images": 64, "batches": 8}
+    assert state["position"] == {"images": 64, "batches": 8, "data_offset": 0, "lr_scale": 1.0}
     assert state["config"]["name"] == tiny_run.name and state["config"]["model"]["decoder"]["leaves"] == [4] * 6
     assert "hydra" not in state["config"]
     moments = state["optimizers"]["decoder"]

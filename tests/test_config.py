@@ -20,7 +20,7 @@ CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")
 SEVERAL = ("callbacks", "logger")  # groups of which one chooses a list
 BUILT = ("callbacks", "data", "experiment", "logger", "model", "strategy")  # groups whose files are composed and built
 ENTRIES = sorted(path.stem for path in ROOT.glob("*.py"))
-CHANGE_WEIGHTS = ("ema", "r1")  # of the callbacks; all others only watch
+CHANGE_WEIGHTS = ("ema", "r1", "rollback")  # of the callbacks; all others only watch
 
 
 # Composition

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from src import checkpoint as canonical
 from src.engine import engine_of
-from src.protocols import Rewinds
+from src.protocols import Rewinds, RollsBack
 from src.schedule import due
 
 
@@ -83,9 +83,16 @@ class Checkpoint(LastInLine):
         if late or self._is_due(module):
             self._save(trainer, module)
 
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if any(c.after_batch(trainer, module, self.go_back) for c in trainer.callbacks if isinstance(c, RollsBack)):
+            trainer.fit_loop.epoch_loop._skip_next_val = True  # one that is due there lies behind the checkpoint
+
     def on_validation_end(self, trainer, module):
         value, metrics = self._value(trainer), self._metrics(trainer)
         best = canonical.read_best(self.folder)
+        watching = [c for c in trainer.callbacks if isinstance(c, RollsBack)]
+        if any(c.after_validation(trainer, module, best, self.go_back) for c in watching):
+            return
         better = value is not None and isfinite(value) and (best is None or value < best["value"])
         if trainer.strategy.broadcast(better):  # the first process decides: others may not see its files
             self._save(trainer, module)
@@ -130,7 +137,8 @@ class Checkpoint(LastInLine):
         return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
 
     def _save(self, trainer, module) -> None:
-        module.require_finite()
+        if not module.require_finite():
+            return
         engine, folder = engine_of(trainer), canonical.folder_of(self.folder, module.images_seen)
         if self.native:
             if trainer.is_global_zero:
@@ -141,7 +149,12 @@ class Checkpoint(LastInLine):
         else:
             state = self._tensors(trainer, module)
         state |= {
-            "position": {"images": module.images_seen, "batches": module.batches_seen},
+            "position": {
+                "images": module.images_seen,
+                "batches": module.batches_seen,
+                "data_offset": module.data_offset,
+                "lr_scale": module.lr_scale,
+            },
             "metrics": self._metrics(trainer),
             "config": self.config,
         }
@@ -166,7 +179,8 @@ class Checkpoint(LastInLine):
 
     def _prune(self, images: int) -> None:
         best = (canonical.read_best(self.folder) or {}).get("checkpoint")
-        for old in canonical.committed(self.folder)[: -self.keep]:
+        there = [path for path in canonical.committed(self.folder) if int(path.name) <= images]  # later ones are broken
+        for old in there[: -self.keep]:
             every = self.archive_every_kimg and round(self.archive_every_kimg * 1000)
             archived = every and int(old.name) // every > (int(old.name) - self.config.get("batch", 1)) // every
             if old.name != best and not archived:
@@ -185,11 +199,43 @@ class Checkpoint(LastInLine):
                 (self.folder / canonical.BEST).unlink()  # its score will be reached again, and saved again
             choice = [str(found) if found else None]
         folder = trainer.strategy.broadcast(choice)[0]
-        position = {"images": 0, "batches": 0}
+        self._restore(trainer, module, Path(folder) if folder else None)
+        if folder is not None:
+            rank_zero_only(print)(
+                f"Continuing from checkpoint {Path(folder).name} ({module.images_seen / 1000:g} kimg)"
+            )
+
+    def go_back(self, trainer, module, until: int, lr_factor: float, states: dict[str, dict]) -> Path | None:
+        """See RollsBack. Later checkpoints are removed before the older one is changed, so that a process that is
+        killed in between leaves none of them to continue from."""
+        choice = [None]
+        if trainer.is_global_zero and (found := canonical.newest(self.folder, until)[0]) is not None:
+            upcoming = module.images_seen + module.data_offset
+            position = {"data_offset": upcoming - int(found.name), "lr_scale": module.lr_scale * lr_factor}
+            for later in (path for path in canonical.committed(self.folder) if path.name > found.name):
+                shutil.rmtree(later)
+            if (best := canonical.read_best(self.folder)) and best["checkpoint"] > found.name:
+                (self.folder / canonical.BEST).unlink()
+            canonical.amend(found, {"position": position, "callbacks": states})
+            choice = [str(found)]
+        folder = trainer.strategy.broadcast(choice)[0]
+        if folder is None:
+            return None
+        self._restore(trainer, module, Path(folder))
+        self.saved, self.saved_at = module.images_seen, time.monotonic()
+        trainer.should_stop = False
+        trainer.callback_metrics.clear()
+        trainer.train_dataloader.sampler.start = trainer.datamodule.position
+        iter(trainer.fit_loop._data_fetcher)  # what it had fetched ahead is dropped
+        return Path(folder)
+
+    def _restore(self, trainer, module, folder: Path | None) -> None:
+        """The run as it was when this checkpoint was written, or at its start."""
+        position = {"images": 0, "batches": 0, "data_offset": 0, "lr_scale": 1.0}
         if folder is not None:
             engine, networks = engine_of(trainer), module.parallel_networks()
-            state = canonical.state_of(Path(folder), engine.native)  # the first process has verified it
-            position = state["position"]
+            state = canonical.state_of(folder, engine.native)  # the first process has verified it
+            position |= state["position"]
             engine.load_weights(module, state["weights"], f"checkpoint {folder}")
             for name, optimizer in module.named_optimizers().items():
                 engine.load_optimizer(networks[name], optimizer.optimizer, state["optimizers"][name])
@@ -198,13 +244,12 @@ class Checkpoint(LastInLine):
                     callback.load_state_dict(state["callbacks"][type(callback).__name__])
             if "native" in state:
                 with engine.in_parts():
-                    canonical.read_parts(Path(folder), state, self._tensors(trainer, module))
+                    canonical.read_parts(folder, state, self._tensors(trainer, module))
                 engine.parts_read(module)
-            rank_zero_only(print)(
-                f"Continuing from checkpoint {Path(folder).name} ({position['images'] / 1000:g} kimg)"
-            )
         module.images_seen, module.batches_seen = position["images"], position["batches"]
-        trainer.datamodule.position = position["images"]
+        module.data_offset, module.lr_scale = position["data_offset"], position["lr_scale"]
+        module.first_bad.fill_(-1)
+        trainer.datamodule.position = position["images"] + position["data_offset"]
         progress = trainer.fit_loop.epoch_loop.batch_progress.total
         progress.ready = progress.started = progress.processed = progress.completed = position["batches"]
         for logger in trainer.loggers:

@@ -24,6 +24,8 @@ class Throughput(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         images = module.images_seen - self.images
+        if images < 0:  # the run went back
+            return self._begin(module)
         if not due(module.images_seen, module.images_per_batch, self.every_kimg) or not images:
             return
         seconds = time.perf_counter() - self.started

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from src.checkpoint import committed
 from src.engine import engine_of
 from src.noise import Noise
-from src.protocols import Batch, KeptWhole
+from src.protocols import Batch, KeptWhole, RollsBack
 from src.schedule import Schedule
 
 
@@ -43,6 +43,8 @@ class Module(LightningModule):
         self.schedule = schedule or Schedule()
         self.images_seen = 0  # by all processes; the clock of everything
         self.batches_seen = 0
+        self.data_offset = 0  # sample numbers that roll-backs have skipped
+        self.lr_scale = 1.0  # what roll-backs multiply every learning rate by
         self.register_buffer("first_bad", torch.tensor(-1), persistent=False)  # first batch of a gradient not finite
 
     @property
@@ -106,7 +108,7 @@ class Module(LightningModule):
         ], "exactly one network trains in a turn"
         optimizer = self.named_optimizers()[name]
         for group in optimizer.param_groups:
-            group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen)
+            group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen) * self.lr_scale
         parts = list(self._micro_batches(batch))
         logged: dict[str, Tensor] = {}
         with engine.hold(network, twice):
@@ -122,15 +124,21 @@ class Module(LightningModule):
         self.first_bad = torch.where(bad, self.batches_seen, self.first_bad)
         return logged
 
-    def require_finite(self) -> None:
-        """Raise ValueError where a gradient has not been finite; waits for the device, so not for every batch."""
-        if (batch := int(self.first_bad)) >= 0:
-            saved = committed(Path(self.trainer.default_root_dir) / "checkpoints")
-            good = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-            raise ValueError(
-                f"the gradient of batch {batch} ({batch * self.images_per_batch / 1000:g} kimg) is not finite; {good}; "
-                f"lower a learning rate or set model.clip_norm"
-            )
+    def require_finite(self) -> bool:
+        """Whether all gradients have been finite; waits for the device, so not for every batch.
+
+        Raises ValueError where one has not been, unless a callback takes the run back.
+        """
+        if (batch := int(self.first_bad)) < 0:
+            return True
+        if any(isinstance(c, RollsBack) for c in self.trainer.callbacks):
+            return False
+        saved = committed(Path(self.trainer.default_root_dir) / "checkpoints")
+        good = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        raise ValueError(
+            f"the gradient of batch {batch} ({batch * self.images_per_batch / 1000:g} kimg) is not finite; {good}; "
+            f"lower a learning rate or set model.clip_norm"
+        )
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The tensor summed over all processes, in place where there are several."""
