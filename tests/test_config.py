@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from src.config import CONF, ROOT, check_types, code_stamp, plain
+from src.config import CONF, ROOT, check_types, code_stamp, fast_precision, plain
 
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
 SEVERAL = ("callbacks", "logger")  # groups of which one chooses a list
@@ -146,6 +146,15 @@ def test_what_changes_no_weight_does_not_change_the_name(composed, default_name,
 )
 def test_what_changes_weights_changes_the_name(composed, default_name, override):
     assert composed(override).name != default_name
+
+
+def test_recipes_for_two_cores_use_bf16_where_the_processor_knows_it(composed):
+    known = torch.cpu.get_capabilities()
+    knows = any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    for name in ("ddn_small", "ddgan_small"):
+        on_cpu = composed(f"experiment={name}", "trainer.accelerator=cpu").trainer.precision
+        assert on_cpu == fast_precision("cpu") == ("bf16-mixed" if knows else "32-true")
+        assert composed(f"experiment={name}", "trainer.accelerator=gpu").trainer.precision == "bf16-mixed"
 
 
 def test_precisions_and_loss_functions_change_the_name(composed):
