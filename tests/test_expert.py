@@ -14,7 +14,7 @@ from torch import nn
 
 from src import checkpoint as canonical
 from src.datamodules.base import ImageData
-from src.flow import SOLVERS, TIME_SCALE, euler, guided, heun, path, velocity
+from src.flow import TIME_SCALE, ddim, euler, guided, heun, path, times, velocity
 from src.modules.expert import Expert
 from src.modules.networks.dit import DiT
 from src.noise import Noise
@@ -127,13 +127,13 @@ def test_the_exact_field_is_what_regression_on_velocities_finds():
 def test_solvers_carry_noise_to_gaussian_data_with_their_order(solver, order):
     field, x_1 = gaussian_field(0.3, 0.5), torch.linspace(-3, 3, 13, dtype=torch.float64)[:, None]
     exact = 0.3 + 0.5 * x_1  # the flow keeps quantiles
-    errors = [(solver(field, x_1, steps) - exact).abs().max().item() for steps in (50, 100, 200)]
+    errors = [(solver(field, x_1, times(steps)) - exact).abs().max().item() for steps in (50, 100, 200)]
     assert errors[2] < {1: 2e-2, 2: 2e-4}[order]
     for coarse, fine in pairwise(errors):
         assert coarse / fine == pytest.approx(2**order, rel=0.06)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [euler, heun, ddim])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_solvers_ask_for_falling_times_and_follow_a_straight_field_exactly(solver, steps):
     x_0, x_1, asked = some(4, 3), some(4, 3, seed=1), []
@@ -143,9 +143,9 @@ def test_solvers_ask_for_falling_times_and_follow_a_straight_field_exactly(solve
         torch.testing.assert_close(x, path(x_0, x_1, t), rtol=0, atol=1e-14)
         return x_1 - x_0
 
-    torch.testing.assert_close(SOLVERS[solver](field, x_1, steps), x_0, rtol=0, atol=1e-14)
-    times = torch.linspace(1, 0, steps + 1).double()
-    expected = times[:-1] if solver == "euler" else torch.stack([times[:-1], times[1:]], 1).flatten()
+    torch.testing.assert_close(solver(field, x_1, times(steps)), x_0, rtol=0, atol=1e-14)
+    ends = torch.linspace(1, 0, steps + 1).double()
+    expected = torch.stack([ends[:-1], ends[1:]], 1).flatten() if solver is heun else ends[:-1]
     found = torch.stack(asked)
     assert found.shape == (len(expected), 4) and found.dtype == torch.float64
     torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=1e-7)
@@ -302,7 +302,9 @@ def test_global_generators_stay_untouched():
     ("options", "fix"),
     [
         (dict(label_dropout=1.0), "share of the samples, from 0 to below 1"),
-        (dict(solver="rk4"), "choose one of euler, heun"),
+        (dict(solver="rk4"), "choose one of euler, heun, ddim, ddpm"),
+        (dict(eta=0.5), "model.eta=0.5 is for model.solver=ddim"),
+        (dict(solver="ddim", eta=2), "a share of DDPM's noise, from 0 to 1"),
         (dict(steps=0), "model.steps is 0; set it to 1 or more"),
         (dict(guidance=2.0), "model.label_dropout above 0, or model.guidance=1"),
         (dict(guidance=2.0, label_dropout=0.1, classes=0), "set model.network.classes"),
