@@ -1,5 +1,6 @@
 """Images on their way to metrics and files."""
 
+import io
 import os
 from pathlib import Path
 
@@ -24,10 +25,17 @@ def grid(images: Tensor, columns: int = 8) -> Tensor:
     return make_grid(images.float(), nrow=columns, padding=2, pad_value=1.0)[: images.shape[1]]
 
 
+def png(picture: Tensor) -> bytes:
+    """A picture (1 or 3, h, w) in [-1, 1] as a file."""
+    file = io.BytesIO()
+    pixels = to_uint8(picture).cpu().permute(1, 2, 0).squeeze(2).numpy()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
 def write_png(path: Path, picture: Tensor) -> None:
     """Write a picture (1 or 3, h, w) in [-1, 1]; a file of that name is replaced whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    pixels = to_uint8(picture).cpu().permute(1, 2, 0).squeeze(2).numpy()
-    Image.fromarray(pixels).save(part, "png")
+    part.write_bytes(png(picture))
     os.replace(part, path)

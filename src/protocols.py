@@ -19,6 +19,7 @@ class Batch(NamedTuple):
     images: Tensor  # (n, c, h, w): uint8 from the loader, float in [-1, 1] once on the device
     labels: Tensor  # (n,) int64
     first: int  # sample number of the first image; a Python number, so that noise needs nothing from the device
+    clusters: Tensor | None = None  # (n,) int64, where the data is partitioned
 
     @property
     def numbers(self) -> Tensor:
@@ -27,7 +28,8 @@ class Batch(NamedTuple):
 
     def narrow(self, start: int, stop: int) -> "Batch":
         """The samples start..stop of these."""
-        return Batch(self.images[start:stop], self.labels[start:stop], self.first + start)
+        clusters = None if self.clusters is None else self.clusters[start:stop]
+        return Batch(self.images[start:stop], self.labels[start:stop], self.first + start, clusters)
 
 
 @runtime_checkable

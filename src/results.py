@@ -15,6 +15,7 @@ from torch import Tensor
 from src import checkpoint as canonical
 from src.images import grid, write_png
 from src.noise import Noise
+from src.partitioning import partition
 from src.run import build_model
 
 
@@ -71,7 +72,7 @@ def export(config: DictConfig) -> None:
     print(f"Exported {source}: {weights} and {described}")
 
 
-TASKS = {"export": export, "consolidate": consolidate}
+TASKS = {"export": export, "consolidate": consolidate, "partition": partition}
 
 
 def draw(model, seed: int, numbers: Tensor, batch: int, label: int | None, classes: int) -> Iterator[Tensor]:

@@ -105,6 +105,19 @@ def network_of(store: str, card: Mapping[str, Any]) -> nn.Module:
     return network.eval()
 
 
+def put(store: str, name: str, data: bytes) -> None:
+    """Write a file of a store, which appears whole or not at all."""
+    files, path = _place(store, name)
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    _write(files, path, data)
+
+
+def get(store: str, name: str) -> bytes:
+    """A file of a store. Raises FileNotFoundError or another OSError."""
+    files, path = _place(store, name)
+    return files.cat_file(path)
+
+
 def _place(store: str, kind: str) -> tuple[fsspec.AbstractFileSystem, str]:
     files, root = fsspec.core.url_to_fs(store)
     return files, f"{root.rstrip('/')}/{kind}"

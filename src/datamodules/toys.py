@@ -41,12 +41,12 @@ class Triples(Images):
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int | None, count: int, draw: np.random.Generator):
         super().__init__(images, labels, seed)
-        self.rows = draw.integers(0, len(images), (count, 3))
+        self.three = draw.integers(0, len(images), (count, 3))  # rows of grey images
         self.grey, self.images = images, np.broadcast_to(images[:1], (count, 3, *images.shape[2:]))
-        self.labels = (labels[self.rows].astype(np.int64) * [100, 10, 1]).sum(1)
+        self.labels = (labels[self.three].astype(np.int64) * [100, 10, 1]).sum(1)
 
-    def read(self, rows: np.ndarray | slice) -> Tensor:
-        return torch.from_numpy(self.grey[self.rows[rows], 0])
+    def _pixels(self, rows: np.ndarray | slice) -> Tensor:
+        return torch.from_numpy(self.grey[self.three[rows], 0])
 
 
 class Stacked(Embedded):
@@ -68,6 +68,7 @@ class Stacked(Embedded):
         self.train = Triples(*grey[0], self.seed, self.triples[0], draw)
         self.held_out = Triples(*grey[1], None, self.triples[1], draw)
         self.identity = f"stacked-{self.name}-{self.triples}-{self.count_held_out}-{self.seed}"
+        self._divide()
 
     def modes(self, cache: Path) -> StackedModes:
         """Modes found of 1000, by a classifier that is trained in a minute on the grey images and kept in the cache."""
