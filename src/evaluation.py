@@ -41,6 +41,7 @@ def evaluate(config: DictConfig) -> None:
     data = instantiate(known.data)
     data.prepare_data()
     data.setup()
+    data = getattr(data, "source", data)  # samples of latents are compared with the images that these are of
     held_out = data.held_out.read(slice(0, config.num))
     shown = data.as_seen(held_out[:10000]) if isinstance(data, KnownModes) else None
     modes = data.modes(Path(config.cache)).to(model.device) if isinstance(data, KnownModes) else None

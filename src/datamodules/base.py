@@ -99,6 +99,8 @@ class ImageData(LightningDataModule):
         cluster: the only one whose images are trained on and held out; None for all.
     """
 
+    normalisation = "uint8 / 127.5 - 1"  # from stored images to those that networks see
+
     def __init__(
         self,
         channels: int,

@@ -17,6 +17,8 @@ SPACING, SIGMA = 2.0, 0.05  # the usual grid; much wider than the noise, so that
 class Gaussians(ImageData):
     """Points of a 5 x 5 grid of Gaussians, as images (n, 2, 1, 1) of float32 in [-4.2, 4.2]; the label is the mode."""
 
+    normalisation = "none"
+
     def __init__(self, count: int, held_out: int, **shared):
         super().__init__(**shared)
         self.count, self.count_held_out = count, held_out

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from src.flow import guided, path, velocity
 from src.flow import solver as solver_of
 from src.images import at_least_float32
+from src.latents import Autoencoder
 from src.modules.base import Module
 from src.noise import Noise
 from src.objectives import Objective, Velocity, scale
@@ -23,6 +24,7 @@ class Expert(Module):
         network: (noisy images, their times, labels) -> what the objective asks for.
         optimizer: from parameters to an optimizer.
         objective: of src.objectives; flow matching if None.
+        decoder: makes images of what is drawn, where that are latents.
         label_dropout: share of training samples whose label becomes the null class, where the network has classes.
         solver: of the sampler: euler, ddim, ddpm (one evaluation of the network a step) or heun (two).
         steps: of the sampler.
@@ -38,6 +40,7 @@ class Expert(Module):
         network: nn.Module,
         optimizer: Callable[..., Optimizer],
         objective: Objective | None = None,
+        decoder: Autoencoder | None = None,
         label_dropout: float = 0.0,
         solver: str = "euler",
         steps: int = 50,
@@ -63,7 +66,7 @@ class Expert(Module):
             )
         self.network, self.optimizer_makers = network, {"network": optimizer}
         self.label_dropout, self.guidance, self.steps = label_dropout, guidance, steps
-        self.follow = solver_of(solver, eta)
+        self.follow, self.decoder = solver_of(solver, eta), decoder
 
     def parallel_networks(self) -> dict[str, nn.Module]:
         return {"network": self.network}
@@ -72,11 +75,13 @@ class Expert(Module):
         return self.turn("network", batch, self._loss)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        return {"real": batch.images, "fake": self.sample(self.noise(batch), batch.labels), "numbers": batch.numbers}
+        fake = self.sample(self.noise(batch), batch.labels)
+        real = self.decoder.decode(batch.images) if self.decoder else batch.images
+        return {"real": real, "fake": fake, "numbers": batch.numbers}
 
     @torch.no_grad()
     def sample(self, noise: Noise, labels: Tensor | None = None) -> Tensor:
-        """From x_1 ~ N(0, I) along the velocity to x_0, clipped to [-1, 1]: (n, c, h, w)."""
+        """From x_1 ~ N(0, I) along the velocity to x_0, as images clipped to [-1, 1]: (n, c, h, w)."""
         shape, times = self.network.shape, self.objective.times(self.steps)
         with torch.autocast(self.device.type, enabled=False):
             x = noise.normal("sample/x", *shape) * scale(times[0])
@@ -84,7 +89,7 @@ class Expert(Module):
             def field(x: Tensor, t: Tensor) -> Tensor:
                 return self.velocity(x, t, labels)
 
-            return self.follow(field, x, times, lambda n: noise.normal(f"sample/step/{n}", *shape)).clamp(-1, 1)
+            return self._shown(self.follow(field, x, times, lambda n: noise.normal(f"sample/step/{n}", *shape)))
 
     def velocity(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """dx/dt at images x (n, c, h, w) and times t (n,) in [0, 1], with guidance where it is set."""
@@ -107,6 +112,9 @@ class Expert(Module):
         t, x_1 = noise.uniform("error/t"), noise.normal("error/x", *batch.images.shape[1:])
         found = self.velocity(path(batch.images, x_1, t), t, batch.labels)
         return (found - velocity(batch.images, x_1)).square().flatten(1).mean(1)
+
+    def _shown(self, x: Tensor) -> Tensor:
+        return self.decoder.decode(x) if self.decoder else x.clamp(-1, 1)
 
     def _loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean squared error of the prediction at u ~ U[0, 1)."""
