@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from src import checkpoint as canonical
+from src import store as stores
 from src.flow import guided, path, velocity
 from src.flow import solver as solver_of
 from src.images import at_least_float32
@@ -66,10 +68,33 @@ class Expert(Module):
             )
         self.network, self.optimizer_makers = network, {"network": optimizer}
         self.label_dropout, self.guidance, self.steps = label_dropout, guidance, steps
+        self.images_before = 0  # that published weights had seen, with which the run began
         self.follow, self.decoder = solver_of(solver, eta), decoder
 
     def parallel_networks(self) -> dict[str, nn.Module]:
         return {"network": self.network}
+
+    def start_from(self, start: str) -> bool:
+        """Begin with the newest network of STORE/experts/3, or of another kind (StartsFrom).
+
+        Raises ValueError where there is none, or one of another size or objective.
+        """
+        if start.endswith((".pt", ".pth")):
+            return False
+        place, _, name = start.rstrip("/").rpartition("/")
+        store, _, group = place.rpartition("/")
+        card, rejected = stores.newest(store, f"{group}/{name}")
+        print("".join(f"{line}\n" for line in rejected), end="")
+        if card is None:
+            raise ValueError(f"start={start} has nothing published that can be used; give STORE/experts/NUMBER")
+        if card["objective"]["_target_"].rpartition(".")[2] != type(self.objective).__name__:
+            raise ValueError(
+                f"{start} was trained otherwise; set model.objective={{_target_: {card['objective']['_target_']}}}"
+            )
+        canonical.load_weights(self.network, stores.load(store, card), start)
+        self.images_before = card["images"]
+        print(f"Begins with {start} after {card['images']} images")
+        return True
 
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         return self.turn("network", batch, self._loss)
