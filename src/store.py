@@ -89,6 +89,15 @@ def kinds(store: str, group: str) -> list[str]:
     return [f"{group}/{name}" for name in sorted(found, key=lambda name: (not name.isdigit(), name.zfill(9)))]
 
 
+def state(store: str, kind: str) -> str:
+    """What changes whenever a file of this kind does, without reading it; "" where there is none."""
+    files, folder = _place(store, kind)
+    if not files.exists(folder):
+        return ""
+    files.invalidate_cache(folder)
+    return str(sorted(str(sorted(file.items(), key=str)) for file in files.ls(folder, detail=True)))
+
+
 def built(node: Mapping[str, Any]) -> Any:
     """The network or objective that a card describes. Raises ValueError for one that asks for anything else."""
     _require_ours(node)
