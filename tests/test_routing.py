@@ -1,4 +1,4 @@
-"""Routing in closed form: data of Gaussian mixtures, divided into clusters, whose experts and routers are known exactly.
+"""Routing in closed form: Gaussian mixtures divided into clusters, whose experts and routers are known exactly.
 
 Everything is computed in float64 without training. A cluster is itself a mixture of isotropic Gaussians; all data is
 the mixture of the clusters, so that the exact velocity of all data, the monolith's, is known as well.
