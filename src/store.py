@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import safetensors.torch
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from hydra.utils import instantiate
 from safetensors import SafetensorError, safe_open
@@ -106,7 +107,8 @@ def built(node: Mapping[str, Any]) -> Any:
 
 def network_of(store: str, card: Mapping[str, Any]) -> nn.Module:
     """A card's network with its weights, in memory of its own. Raises ValueError where they do not fit one another."""
-    network = built(card["network"])
+    with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
+        network = built(card["network"])
     try:
         network.load_state_dict(load(store, card))
     except RuntimeError as error:
