@@ -234,7 +234,7 @@ def test_an_expert_of_another_contract_is_refused_in_the_middle(store, images, i
 
 def test_an_expert_of_another_contract_is_refused_from_the_start(store):
     publish_expert(store, 2, 2000, contract=contract((1, 8, 8), CLASSES, "uint8 / 127.5 - 1", "another"))
-    with pytest.raises(ValueError, match="experts/2 cannot be mixed .* partition = 'another'"):
+    with pytest.raises(ValueError, match=r"experts/2 cannot be mixed .* partition = 'another'"):
         paris(store)
 
 
