@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src.modules.networks.dit import SMALL, DiT, modulated
-from src.modules.networks.layers import embed_labels, linear
+from src.modules.networks.dit import SMALL, DiT
+from src.modules.networks.layers import linear
 
 
 class RouterDiT(DiT):
@@ -27,7 +27,7 @@ class RouterDiT(DiT):
         if cosine is not None and cosine <= 0:
             raise ValueError(f"model.network.cosine is {cosine}; give a temperature above 0, such as 0.07, or null")
         self.clusters, self.cosine, self.width = clusters, cosine, self.stem.out_channels
-        self.token = nn.Parameter(torch.empty(1, 1, self.width))
+        self.token = nn.Parameter(torch.empty(self.width))
         nn.init.normal_(self.token, std=SMALL)
         self.head = linear(self.width, clusters)
         nn.init.normal_(self.head.weight, std=SMALL)
@@ -37,16 +37,7 @@ class RouterDiT(DiT):
 
         `kept` (n, width) multiplies what the head reads: dropout, drawn by the caller.
         """
-        condition = self.time_embedding(t)
-        label_emb = embed_labels(self.label_embedding, labels)
-        condition = F.silu(condition if label_emb is None else condition + label_emb)  # (n, d)
-
-        patches = self.stem(x).flatten(2).mT + self.positions  # (n, l, d)
-        h = torch.cat([self.token.expand(len(x), -1, -1).to(patches.dtype), patches], dim=1)  # (n, 1 + l, d)
-        for block in self.blocks:
-            h = block(h, condition)
-        shift, scale = self.head_modulation(condition)[:, None].chunk(2, dim=2)
-        read = modulated(h[:, :1], shift, scale)[:, 0]  # (n, d)
+        read = self._read(x, t, labels, self.token)[:, 0]  # (n, d)
         if kept is not None:
             read = read * kept.to(read.dtype)
         if self.cosine is None:
