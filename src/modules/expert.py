@@ -14,6 +14,7 @@ from src.flow import solver as solver_of
 from src.images import at_least_float32
 from src.latents import Autoencoder
 from src.modules.base import Module
+from src.modules.networks.reference_names import published_dit
 from src.noise import Noise
 from src.objectives import Objective, Velocity, scale
 from src.protocols import Batch
@@ -95,6 +96,18 @@ class Expert(Module):
         self.images_before = card["images"]
         print(f"Begins with {start} after {card['images']} images")
         return True
+
+    def published_state(self, path: str) -> dict:
+        """A published DiT as a checkpoint to draw from, by an objective that its weights fit: src.objectives.DDPM."""
+        weights = {f"network.{name}": value for name, value in published_dit(path, self.network).items()}
+        position = {"images": 0, "batches": 0}
+        return {
+            "weights": self.state_dict() | weights,
+            "optimizers": {},
+            "callbacks": {},
+            "position": position,
+            "metrics": {},
+        }
 
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         return self.turn("network", batch, self._loss)
