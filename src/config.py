@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 
-SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start")
+SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start", "expert")
 WATCHERS = (
     "budget",
     "metrics",
@@ -36,6 +36,9 @@ WATCHERS = (
     "checkpoint",
     "consistency",
     "health",
+    "clusters",
+    "publish",
+    "calibration",
 )  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 
@@ -51,6 +54,8 @@ def digest(*, _root_: DictConfig) -> str:
     config["callbacks"] = {k: v for k, v in chosen.items() if k not in WATCHERS}
     for group, key in (name.split(".") for name in ENGINEERING):
         config[group].pop(key, None)
+    if config["data"].get("partition") is not None:
+        config["data"]["partition"] = _lineage(_root_.data.partition)
     return hashlib.sha256(json.dumps(_plain_numbers(config), sort_keys=True).encode()).hexdigest()[:6]
 
 
@@ -62,6 +67,17 @@ def sweep_name(*, _root_: DictConfig) -> str:
         told["params"] = OmegaConf.to_container(_root_.hydra.sweeper.params)
     six = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:6]
     return f"{chosen.get('sweep') or chosen.get('experiment') or 'grid'}-{six}"
+
+
+def _lineage(store: str) -> str | None:
+    """The base of the partition in a store, which stays the same where it lies elsewhere and when it is extended."""
+    import fsspec
+
+    try:
+        with fsspec.open(f"{store}/partition.json", "rt") as file:
+            return json.load(file)["base"]
+    except (OSError, ValueError, KeyError):  # told when the data is loaded
+        return None
 
 
 def _plain_numbers(value):

@@ -4,7 +4,10 @@ Sources: flow matching = arXiv 2210.02747, rectified flow = arXiv 2209.03003, gu
 from data at 0 to noise at 1, as in decentralised diffusion models (arXiv 2501.05450); other papers count the other way.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch import Tensor
 TIME_SCALE = 1000.0  # networks are shown TIME_SCALE * t: their sinusoids are made for times of 0 to 1000
 
 Field = Callable[[Tensor, Tensor], Tensor]  # x (n, ...) and times (n,) in [0, 1] -> dx/dt (n, ...)
+Draw = Callable[[int], Tensor]  # number of a step -> standard normal noise for it, shaped like x
 
 
 def path(x_0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -36,23 +40,57 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float, channels: i
     return moved if channels is None else torch.cat([moved[:, :channels], conditional[:, channels:]], dim=1)
 
 
-def euler(field: Field, x: Tensor, steps: int) -> Tensor:
-    """From x_1 to x_0 along `field` in equal steps, one evaluation each; the error falls like 1 / steps."""
-    for step in range(steps):
-        x = x - field(x, _time(x, 1 - step / steps)) / steps
+def times(steps: int, start: float = 1.0) -> list[float]:
+    """Equally spaced times from `start` to 0, the ends of `steps` steps."""
+    return [start * (1 - step / steps) for step in range(steps + 1)]
+
+
+def euler(field: Field, x: Tensor, times: Sequence[float], draw: Draw | None = None) -> Tensor:
+    """From x at times[0] to x_0 along `field`: one evaluation a step; the error falls like 1 / steps."""
+    for t, s in pairwise(times):
+        x = x - (t - s) * field(x, _time(x, t))
     return x
 
 
-def heun(field: Field, x: Tensor, steps: int) -> Tensor:
+def heun(field: Field, x: Tensor, times: Sequence[float], draw: Draw | None = None) -> Tensor:
     """The same with the mean velocity of both ends of a step: two evaluations each, an error like 1 / steps^2."""
-    for step in range(steps):
-        first = field(x, _time(x, 1 - step / steps))
-        second = field(x - first / steps, _time(x, 1 - (step + 1) / steps))
-        x = x - (first + second) / (2 * steps)
+    for t, s in pairwise(times):
+        first = field(x, _time(x, t))
+        second = field(x - (t - s) * first, _time(x, s))
+        x = x - (t - s) * (first + second) / 2
     return x
 
 
-SOLVERS: dict[str, Callable[[Field, Tensor, int], Tensor]] = {"euler": euler, "heun": heun}
+def ddim(field: Field, x: Tensor, times: Sequence[float], draw: Draw | None = None, eta: float = 0.0) -> Tensor:
+    """DDIM (arXiv 2010.02502, eq. 12), on this path: x_s from the predicted x_0 and noise, with `eta` of new noise.
+
+    Its sigma depends on signal-to-noise ratios alone, so that it is the same step on a variance-preserving path that is
+    scaled to this one. `eta` = 0 is `euler` exactly; 1 draws from q(x_s | x_t, x_0), which is DDPM's ancestral sampler
+    (arXiv 2006.11239, eqs. 6 and 7) of the smaller variance, over as many steps as asked for.
+    """
+    for step, (t, s) in enumerate(pairwise(times)):
+        v = field(x, _time(x, t))
+        x_0 = x - t * v
+        if eta == 0 or s == 0:
+            x = x - (t - s) * v if s else x_0
+            continue
+        sigma = eta * s * math.sqrt(1 - ((1 - t) * s / ((1 - s) * t)) ** 2)
+        x = (1 - s) * x_0 + math.sqrt(s**2 - sigma**2) * (x + (1 - t) * v) + sigma * draw(step)
+    return x
+
+
+SOLVERS = ("euler", "heun", "ddim", "ddpm")
+
+
+def solver(name: str, eta: float = 0.0) -> Callable[..., Tensor]:
+    """(field, x, times, draw) -> x_0. Raises ValueError where there is none of that name, or `eta` is not its own."""
+    if name not in SOLVERS:
+        raise ValueError(f"model.solver is {name!r}; choose one of {', '.join(SOLVERS)}")
+    if not 0 <= eta <= 1:
+        raise ValueError(f"model.eta is {eta}; give a share of DDPM's noise, from 0 to 1")
+    if eta and name != "ddim":
+        raise ValueError(f"model.eta={eta} is for model.solver=ddim; {name} has no such choice, so set it to 0")
+    return {"euler": euler, "heun": heun, "ddim": partial(ddim, eta=eta), "ddpm": partial(ddim, eta=1.0)}[name]
 
 
 def _time(x: Tensor, t: float) -> Tensor:

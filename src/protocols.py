@@ -19,6 +19,7 @@ class Batch(NamedTuple):
     images: Tensor  # (n, c, h, w): uint8 from the loader, float in [-1, 1] once on the device
     labels: Tensor  # (n,) int64
     first: int  # sample number of the first image; a Python number, so that noise needs nothing from the device
+    clusters: Tensor | None = None  # (n,) int64, where the data is partitioned
 
     @property
     def numbers(self) -> Tensor:
@@ -27,7 +28,8 @@ class Batch(NamedTuple):
 
     def narrow(self, start: int, stop: int) -> "Batch":
         """The samples start..stop of these."""
-        return Batch(self.images[start:stop], self.labels[start:stop], self.first + start)
+        clusters = None if self.clusters is None else self.clusters[start:stop]
+        return Batch(self.images[start:stop], self.labels[start:stop], self.first + start, clusters)
 
 
 @runtime_checkable
@@ -46,6 +48,14 @@ class Pictures(Protocol):
 
     def pictures(self) -> Mapping[str, Tensor]:
         """Name -> picture (c, h, w) in [-1, 1]; called on every rank, during validation."""
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A model with something to tell once it has drawn images."""
+
+    def report(self) -> str:
+        """For people, in a line or a few."""
 
 
 @runtime_checkable
@@ -139,6 +149,30 @@ class RollsBack(Protocol):
 
     def after_validation(self, trainer, module, best: dict | None, go_back: Callable[..., Path | None]) -> bool:
         """Whether the run went back, at a validation's end; `best` is what the first process knows of the best."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A module whose network's card, in a store, says more than the configuration does."""
+
+    def card(self) -> Mapping:
+        """Entries of the card that JSON can hold."""
+
+
+@runtime_checkable
+class MeasuresErrors(Protocol):
+    """A module whose predictions are scored image by image."""
+
+    def error(self, batch: Batch) -> Tensor:
+        """One error for each image, (n,), with noise that depends on sample numbers alone."""
+
+
+@runtime_checkable
+class StartsFrom(Protocol):
+    """A module that can begin with weights of a store."""
+
+    def start_from(self, start: str) -> bool:
+        """Take the weights that `start` names, such as STORE/experts/3; False where it names something else."""
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """The diffusion transformer: recorded values of the published one, its sizes, what each input does, what it refuses."""
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import torch
 from torch import nn
 
 from src.flow import guided
-from src.modules.networks.dit import Block, DiT, grid_positions
-from src.modules.networks.reference_names import dit_state
+from src.modules.networks.dit import PLAIN_TOKENS, SIZES, Block, DiT, attend, grid_positions
+from src.modules.networks.reference_names import dit_state, published_dit
 
 GOLDEN = Path(__file__).parent / "golden" / "dit_tiny.pt"
 TINY = dict(channels=3, resolution=8, patch=2, width=16, depth=2, heads=2)
@@ -85,16 +86,31 @@ def test_positions_are_the_published_ones(golden):
             torch.testing.assert_close(two[row, column], torch.cat([angles.sin(), angles.cos()], 1).flatten())
 
 
-@pytest.mark.parametrize(
-    ("depth", "width", "heads", "millions"),
-    [(12, 384, 6, 33), (12, 768, 12, 130), (24, 1024, 16, 458), (28, 1152, 16, 675)],
-)
-def test_published_sizes(depth, width, heads, millions):
-    """S, B, L and XL with patches of 2 on latents of ImageNet at 256 pixels; fixed positions are no parameters."""
+@pytest.mark.parametrize(("size", "millions"), [("S/2", 33), ("B/2", 130), ("L/2", 458), ("XL/2", 675)])
+def test_published_sizes(size, millions):
+    """On latents of ImageNet at 256 pixels; fixed positions are no parameters."""
     with torch.device("meta"):
-        network = DiT(4, 32, 2, width, depth, heads, classes=1000, learn_sigma=True)
-    assert round(sum(p.numel() for p in network.parameters()) / 1e6) == millions
+        network = DiT(4, 32, size=size, classes=1000, learn_sigma=True)
+    assert round(parameters(network) / 1e6) == millions and network.patch == int(size[-1])
     assert list(network.state_dict()) == [name for name, _ in network.named_parameters()]
+
+
+def parameters(network):
+    return sum(p.numel() for p in network.parameters())
+
+
+def test_small_sizes_and_what_is_given_beside_one():
+    assert round(parameters(DiT(1, 28, size="mini/4")) / 1e6, 1) == 1.9
+    assert [round(parameters(DiT(3, 32, size="Ti/4", modulation=m)) / 1e6, 1) for m in ("zero", "single")] == [4.2, 3.1]
+    network = DiT(1, 8, width=16, heads=2, size="mini/8")
+    assert (network.patch, network.heads, len(network.blocks)) == (8, 2, SIZES["mini"][1])
+    assert network.stem.out_channels == 16
+
+
+@pytest.mark.parametrize("size", ["M/2", "XL", "XL/", "XL/a", "4"])
+def test_unknown_sizes_are_refused(size):
+    with pytest.raises(ValueError, match=f"size {size} does not exist; choose mini, Ti, S, B, L, XL and a patch"):
+        DiT(1, 8, size=size)
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
@@ -122,6 +138,27 @@ def test_checkpoints_of_another_architecture_are_refused(golden, options, said):
 def test_other_positions_of_the_same_shape_are_refused(golden):
     with pytest.raises(ValueError, match="positions"):
         dit_state(golden.state | {"pos_embed": golden.state["pos_embed"] + 0.1}, golden.network)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+def test_published_files_load_by_path(golden, tmp_path, training):
+    """One of the weights alone, or one of the training script, whose averages count."""
+    other = {key: torch.zeros_like(value) for key, value in golden.state.items()}
+    content = {"model": other, "ema": golden.state, "args": argparse.Namespace(lr=1e-4)} if training else golden.state
+    torch.save(content, tmp_path / "DiT.pt")
+    network = build(golden.config)
+    network.load_state_dict(published_dit(str(tmp_path / "DiT.pt"), network))
+    i = golden.inputs
+    torch.testing.assert_close(network(i["x"], i["t"], i["y"]), golden.expected["output"], rtol=1e-5, atol=1e-5)
+
+
+def test_files_that_are_none_are_refused(golden, tmp_path):
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    torch.save([1], tmp_path / "list.pt")
+    for name, said in [("text.pt", "cannot be read as a published DiT"), ("list.pt", "holds a list, not a published")]:
+        with pytest.raises(ValueError, match=f"{name} {said}"):
+            published_dit(str(tmp_path / name), golden.network)
 
 
 # The network
@@ -172,6 +209,70 @@ def test_a_block_is_the_formula():
     inner = layer("mlp.fc1", norm(h, s[3], s[4]))
     inner = inner / 2 * (1 + ((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)).tanh())
     torch.testing.assert_close(block(x, c), h + s[5] * layer("mlp.fc2", inner), rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
+def test_one_modulation_of_all_blocks_and_offsets_are_modulations_with_the_same_weights():
+    """adaLN-single is adaLN-Zero whose layers share their weight, and differ in their biases alone."""
+    single, zero, (x, t) = tiny(modulation="single", classes=3), tiny(classes=3), inputs()
+    state = single.state_dict()
+    weight, bias = state.pop("modulation.weight"), state.pop("modulation.bias")
+    for n in range(len(single.blocks)):
+        state[f"blocks.{n}.modulation.weight"] = weight
+        state[f"blocks.{n}.modulation.bias"] = bias + state.pop(f"blocks.{n}.offset")
+    zero.load_state_dict(state)
+    labels = torch.tensor([2, 3])
+    torch.testing.assert_close(single(x, t, labels), zero(x, t, labels), rtol=1e-10, atol=1e-12)
+    assert (single.blocks[0].offset - single.blocks[1].offset).abs().min() > 0
+
+    fresh, h = DiT(**TINY, modulation="single"), torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(fresh.blocks[1](h, fresh.modulation(h[:, 0])), h)  # it starts as the identity as well
+    with pytest.raises(ValueError, match="modulation=double does not exist; choose zero or single"):
+        tiny(modulation="double")
+
+
+def test_modulations_start_to_learn():
+    network, (x, t) = DiT(**TINY, modulation="single"), inputs()
+    torch.nn.init.ones_(network.head.weight)
+    (2 * network(x.float(), t) - 1).square().mean().backward()
+    for parameter in (network.modulation.weight, network.blocks[0].offset, network.blocks[1].offset):
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("modulation", ["zero", "single"])
+def test_checkpointing_gives_the_same_gradients_from_less(modulation, bf16):
+    found = []
+    for checkpointing in (False, True):
+        network, (x, t) = tiny(depth=3, modulation=modulation, checkpointing=checkpointing).float(), inputs(4)
+        kept = []
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+            torch.autograd.graph.saved_tensors_hooks(lambda v, k=kept: k.append(v.numel()) or v, lambda v: v),
+        ):
+            loss = network(x.float(), t).square().mean()
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in network.parameters()], sum(kept)))
+    (loss, gradients, all_kept), (again, recomputed, few_kept) = found
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, recomputed, strict=True))
+    assert all(g.abs().max() > 0 for g in gradients) and few_kept < all_kept / 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "fused"),
+    [(torch.bfloat16, 49, False), (torch.bfloat16, PLAIN_TOKENS + 1, True), (torch.float32, 49, True)],
+)
+def test_attention_is_the_formula_computed_as_is_fastest(monkeypatch, dtype, tokens, fused):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, tokens, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    expected = ((q @ k.mT / 8**0.5).softmax(3) @ v).to(dtype)
+    calls, original = [], nn.functional.scaled_dot_product_attention
+    told = lambda *a: calls.append(1) or original(*a)  # noqa: E731
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", told)
+    near = dict(rtol=0, atol=0.02) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attend(q.to(dtype), k.to(dtype), v.to(dtype)), expected, **near)
+    assert bool(calls) == fused
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ from torch import nn
 
 from src import checkpoint as canonical
 from src.datamodules.base import ImageData
-from src.flow import SOLVERS, TIME_SCALE, euler, guided, heun, path, velocity
+from src.flow import TIME_SCALE, ddim, euler, guided, heun, path, times, velocity
 from src.modules.expert import Expert
 from src.modules.networks.dit import DiT
+from src.modules.networks.reference_names import dit_state
 from src.noise import Noise
 from src.report import read_log
 from src.results import draw, load
@@ -127,13 +128,13 @@ def test_the_exact_field_is_what_regression_on_velocities_finds():
 def test_solvers_carry_noise_to_gaussian_data_with_their_order(solver, order):
     field, x_1 = gaussian_field(0.3, 0.5), torch.linspace(-3, 3, 13, dtype=torch.float64)[:, None]
     exact = 0.3 + 0.5 * x_1  # the flow keeps quantiles
-    errors = [(solver(field, x_1, steps) - exact).abs().max().item() for steps in (50, 100, 200)]
+    errors = [(solver(field, x_1, times(steps)) - exact).abs().max().item() for steps in (50, 100, 200)]
     assert errors[2] < {1: 2e-2, 2: 2e-4}[order]
     for coarse, fine in pairwise(errors):
         assert coarse / fine == pytest.approx(2**order, rel=0.06)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [euler, heun, ddim])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_solvers_ask_for_falling_times_and_follow_a_straight_field_exactly(solver, steps):
     x_0, x_1, asked = some(4, 3), some(4, 3, seed=1), []
@@ -143,9 +144,9 @@ def test_solvers_ask_for_falling_times_and_follow_a_straight_field_exactly(solve
         torch.testing.assert_close(x, path(x_0, x_1, t), rtol=0, atol=1e-14)
         return x_1 - x_0
 
-    torch.testing.assert_close(SOLVERS[solver](field, x_1, steps), x_0, rtol=0, atol=1e-14)
-    times = torch.linspace(1, 0, steps + 1).double()
-    expected = times[:-1] if solver == "euler" else torch.stack([times[:-1], times[1:]], 1).flatten()
+    torch.testing.assert_close(solver(field, x_1, times(steps)), x_0, rtol=0, atol=1e-14)
+    ends = torch.linspace(1, 0, steps + 1).double()
+    expected = torch.stack([ends[:-1], ends[1:]], 1).flatten() if solver is heun else ends[:-1]
     found = torch.stack(asked)
     assert found.shape == (len(expected), 4) and found.dtype == torch.float64
     torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=1e-7)
@@ -302,7 +303,9 @@ def test_global_generators_stay_untouched():
     ("options", "fix"),
     [
         (dict(label_dropout=1.0), "share of the samples, from 0 to below 1"),
-        (dict(solver="rk4"), "choose one of euler, heun"),
+        (dict(solver="rk4"), "choose one of euler, heun, ddim, ddpm"),
+        (dict(eta=0.5), "model.eta=0.5 is for model.solver=ddim"),
+        (dict(solver="ddim", eta=2), "a share of DDPM's noise, from 0 to 1"),
         (dict(steps=0), "model.steps is 0; set it to 1 or more"),
         (dict(guidance=2.0), "model.label_dropout above 0, or model.guidance=1"),
         (dict(guidance=2.0, label_dropout=0.1, classes=0), "set model.network.classes"),
@@ -366,3 +369,39 @@ def test_the_recipe_is_a_small_unconditional_transformer(composed):
     assert sum(p.numel() for p in model.parameters()) == 1_867_664
     (optimizer,) = model.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+# A published DiT
+
+
+def test_a_published_dit_is_imported_and_drawn_from(composed, tmp_path, capsys):
+    """DDIM as its paper has it, with the recorded network of the reference, guided, in latents that nothing decodes."""
+    case = torch.load(Path(__file__).parent / "golden" / "dit_tiny.pt", weights_only=True)
+    torch.save(case["state"], tmp_path / "DiT.pt")
+    c = case["config"]
+    sizes = dict(channels=4, resolution=8, patch=2, width=c["hidden_size"], depth=2, heads=c["num_heads"], classes=10)
+    words = [f"model.network.{key}={value}" for key, value in sizes.items()]
+    words += ["experiment=dit_imagenet256", "logger=[csv]", "data.classes=10", "model.decoder=null", "model.steps=5"]
+    config = composed(*words, f"start={tmp_path / 'DiT.pt'}", "model.solver=ddim", "batch=8")
+    train(config)
+    folder = config.paths.run
+    assert f"draw with them: python sample.py run={folder}" in capsys.readouterr().out
+    model, _, _ = load(folder, "newest")
+    model = model.cpu()
+    labels, noise = torch.tensor([3, 7]), Noise(1, torch.arange(2))
+
+    network = DiT(**sizes, learn_sigma=True).eval()
+    network.load_state_dict(dit_state(case["state"], network))
+    alphas_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0).float()
+    x, indices = noise.normal("sample/x", 4, 8, 8), [999, 749, 500, 250, 0]
+    with torch.no_grad():
+        for i, i_next in zip(indices, [*indices[1:], None], strict=True):
+            a, a_next = alphas_bar[i], torch.ones(()) if i_next is None else alphas_bar[i_next]
+            time = torch.full((2,), float(i))
+            c, u = (network(x, time, y)[:, :4] for y in (labels, torch.full((2,), 10)))
+            noise_found = u + 1.5 * (c - u)
+            x_0 = (x - (1 - a).sqrt() * noise_found) / a.sqrt()
+            x = a_next.sqrt() * x_0 + (1 - a_next).sqrt() * noise_found
+    drawn = model.sample(noise, labels)
+    assert (x.clamp(-1, 1) - x).abs().max() > 0 and drawn.abs().max() <= 1
+    torch.testing.assert_close(drawn, x.clamp(-1, 1), rtol=0, atol=5e-3)

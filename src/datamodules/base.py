@@ -1,5 +1,6 @@
 """Images in memory, in an order that depends on nothing but the seed and the number of images seen."""
 
+import copy
 import hashlib
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from src.engine import engine_of
 from src.noise import Noise, order
+from src.partition import Partition
 from src.protocols import Batch
 
 
@@ -19,19 +21,32 @@ class Images(Dataset):
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int | None, padding: int = 0):
         self.images, self.labels, self.seed, self.padding = images, labels, seed, padding
+        self.clusters: np.ndarray | None = None  # (n,), where they are partitioned
+        self.rows: np.ndarray | None = None  # of `images`, where these are a part of them
         self._passes: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.labels)
+
+    def only(self, cluster: int) -> "Images":
+        """Those of one cluster, as an index into the same memory."""
+        part = copy.copy(self)
+        part.rows, part._passes = np.flatnonzero(self.clusters == cluster), {}
+        part.labels, part.clusters = self.labels[part.rows], self.clusters[part.rows]
+        return part
 
     def __getitem__(self, numbers: range) -> Batch:
         """The batch of these sample numbers, which go on through one pass over the data after the other."""
         rows = np.array([self._row(number) for number in numbers])
         labels = torch.from_numpy(self.labels[rows].astype(np.int64))
-        return Batch(self.read(rows), labels, numbers.start)
+        clusters = None if self.clusters is None else torch.from_numpy(self.clusters[rows].astype(np.int64))
+        return Batch(self.read(rows), labels, numbers.start, clusters)
 
     def read(self, rows: np.ndarray | slice) -> Tensor:
         """The images of these rows: uint8 (n, c, h, w), padded."""
+        return self._pixels(rows if self.rows is None else self.rows[rows])
+
+    def _pixels(self, rows: np.ndarray | slice) -> Tensor:
         images = torch.from_numpy(np.ascontiguousarray(self.images[rows]))
         return torch.nn.functional.pad(images, (self.padding,) * 4) if self.padding else images
 
@@ -79,7 +94,12 @@ class ImageData(LightningDataModule):
         flip: mirror each training image left to right with probability 1/2.
         val_batch: images per process when samples are drawn and scored.
         workers: loader processes; any number gives the same images.
+        partition: store of a partition (a folder, or a URL of fsspec's) that knows these images; batches then tell the
+            cluster of each.
+        cluster: the only one whose images are trained on and held out; None for all.
     """
+
+    normalisation = "uint8 / 127.5 - 1"  # from stored images to those that networks see
 
     def __init__(
         self,
@@ -92,12 +112,18 @@ class ImageData(LightningDataModule):
         flip: bool = False,
         val_batch: int = 100,
         workers: int = 0,
+        partition: str | None = None,
+        cluster: int | None = None,
     ):
         super().__init__()
+        if cluster is not None and partition is None:
+            raise ValueError(f"data.cluster={cluster} is of no partition; set data.partition to the store of one")
         self.channels, self.resolution, self.classes, self.padding = channels, resolution, classes, padding
         self.batch, self.seed, self.flip, self.val_batch, self.workers = batch, seed, flip, val_batch, workers
+        self.partition, self.cluster = partition, cluster
         self.position = 0  # sample number of the next training image
         self.train: Images | None = None
+        self.base: str | None = None  # of the partition's lineage
 
     def load(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         """Training and held-out (images uint8 (n, c, h, w), labels (n,)); ValueError names what cannot be read."""
@@ -115,6 +141,25 @@ class ImageData(LightningDataModule):
         sample = self.train.images[:: 1 + (self.train.images.nbytes >> 30)]  # all of them below a gigabyte
         facts = f"{self.train.images.shape} {self.padding} {hashlib.sha256(np.ascontiguousarray(sample)).hexdigest()}"
         self.identity = hashlib.sha256(facts.encode()).hexdigest()[:12]
+        self._divide()
+
+    def clustered(self) -> tuple[str, Images, Images]:
+        """The images that a partition is made of: their identity, those to train on and those held out."""
+        return self.identity, self.train, self.held_out
+
+    def _divide(self) -> None:
+        """Take in the clusters, and leave those images alone that are of `cluster`, where these are asked for."""
+        self.all_held_out = self.held_out
+        if self.partition is None:
+            return
+        known = Partition.load(self.partition)
+        self.base = known.base
+        self.train.clusters, self.held_out.clusters = known.of(*self.clustered())
+        if self.cluster is None:
+            return
+        known.check_cluster(self.cluster, self.identity)
+        self.train, self.held_out = self.train.only(self.cluster), self.held_out.only(self.cluster)
+        self.identity = hashlib.sha256(f"{self.identity} {known.base} {self.cluster}".encode()).hexdigest()[:12]
 
     def check_split(self, ranks: int, micro_batch: int | None = None) -> None:
         """Raise ValueError where `ranks` processes cannot share the batch equally, or micro-batches a share."""

@@ -17,6 +17,8 @@ SPACING, SIGMA = 2.0, 0.05  # the usual grid; much wider than the noise, so that
 class Gaussians(ImageData):
     """Points of a 5 x 5 grid of Gaussians, as images (n, 2, 1, 1) of float32 in [-4.2, 4.2]; the label is the mode."""
 
+    normalisation = "none"
+
     def __init__(self, count: int, held_out: int, **shared):
         super().__init__(**shared)
         self.count, self.count_held_out = count, held_out
@@ -41,12 +43,12 @@ class Triples(Images):
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int | None, count: int, draw: np.random.Generator):
         super().__init__(images, labels, seed)
-        self.rows = draw.integers(0, len(images), (count, 3))
+        self.three = draw.integers(0, len(images), (count, 3))  # rows of grey images
         self.grey, self.images = images, np.broadcast_to(images[:1], (count, 3, *images.shape[2:]))
-        self.labels = (labels[self.rows].astype(np.int64) * [100, 10, 1]).sum(1)
+        self.labels = (labels[self.three].astype(np.int64) * [100, 10, 1]).sum(1)
 
-    def read(self, rows: np.ndarray | slice) -> Tensor:
-        return torch.from_numpy(self.grey[self.rows[rows], 0])
+    def _pixels(self, rows: np.ndarray | slice) -> Tensor:
+        return torch.from_numpy(self.grey[self.three[rows], 0])
 
 
 class Stacked(Embedded):
@@ -68,6 +70,7 @@ class Stacked(Embedded):
         self.train = Triples(*grey[0], self.seed, self.triples[0], draw)
         self.held_out = Triples(*grey[1], None, self.triples[1], draw)
         self.identity = f"stacked-{self.name}-{self.triples}-{self.count_held_out}-{self.seed}"
+        self._divide()
 
     def modes(self, cache: Path) -> StackedModes:
         """Modes found of 1000, by a classifier that is trained in a minute on the grey images and kept in the cache."""

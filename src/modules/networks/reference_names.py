@@ -101,6 +101,16 @@ def dit_state(reference_state: Mapping[str, Tensor], network: DiT) -> dict[str, 
     return translated(state, network, names)
 
 
+def published_dit(path: str, network: DiT) -> dict[str, Tensor]:
+    """The weights of a published DiT's file, such as DiT-XL-2-256x256.pt, under the names of `network`.
+
+    Of a checkpoint of its training the averages are taken. Raises ValueError where the file cannot be read, or is of
+    another architecture.
+    """
+    content = _read(path, "a published DiT", "DiT-XL-2-256x256.pt or another file of its weights")
+    return dit_state(content.get("ema", content), network)
+
+
 def translated(state: Mapping[str, Tensor], network: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
     """`state` renamed by `names` (our layer -> theirs), with every key and shape checked against the network."""
     state = {key.removeprefix("module."): value for key, value in state.items()}
@@ -134,18 +144,7 @@ def published_state(path: str, generator: NCSNpp, discriminator: Discriminator, 
 
     Raises ValueError where the file cannot be read, or is of another architecture.
     """
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint of the published DDGAN ({type(error).__name__}); give a "
-            f"content.pth or netG_*.pth of tensors, plain containers and an argparse.Namespace only"
-        ) from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds a {type(content).__name__}, not a content.pth or netG_*.pth of the published DDGAN"
-        )
+    content = _read(path, "a checkpoint of the published DDGAN", "content.pth or netG_*.pth")
     if "netG_dict" not in content:
         averages = _prefixed("generator", generator_state(content, generator))
         return _canonical(fresh | averages, averages, {}, 0, 0)
@@ -168,6 +167,21 @@ def published_state(path: str, generator: NCSNpp, discriminator: Discriminator, 
     processes = getattr(options, "num_process_per_node", 1) * getattr(options, "num_proc_node", 1)
     batches = int(content["global_step"])
     return _canonical(fresh | weights, averages, optimizers, batches * options.batch_size * processes, batches)
+
+
+def _read(path: str, what: str, files: str) -> dict:
+    """A file's dictionary, of which nothing is executed. Raises ValueError where it is none."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path} cannot be read as {what} ({type(error).__name__}); give a {files} of tensors, plain containers "
+            f"and an argparse.Namespace only"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not {what}: give a {files}")
+    return content
 
 
 def _canonical(weights: dict, averages: dict, optimizers: dict, images: int, batches: int) -> dict[str, Any]:
