@@ -11,6 +11,7 @@ import uuid
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
+
 def under_agent() -> bool:
     """Whether an agent (torchrun's, or `supervise`) has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -53,7 +54,9 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else addresses of processes that are gone stay in the store
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # else addresses of processes that are gone stay in the store
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     alone = nodes == 1
     listen = [s for s in STOPPING if signal.getsignal(s) is not signal.SIG_IGN]  # nohup ignores SIGHUP

@@ -137,7 +137,11 @@ class ImageData(LightningDataModule):
             if self.batch // self.share_unit < ranks or micro_batch:
                 raise ValueError(
                     f"{ranks} processes cannot share batch={self.batch} in parts of data.share_unit={self.share_unit}"
-                    + (f" and micro_batch={micro_batch}; set that to null" if micro_batch else "; start fewer processes")
+                    + (
+                        f" and micro_batch={micro_batch}; set that to null"
+                        if micro_batch
+                        else "; start fewer processes"
+                    )
                 )
             return
         share = self.batch // ranks
