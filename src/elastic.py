@@ -45,8 +45,8 @@ def restarts() -> str:
 def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, name: str) -> None:
     """Run this very command as `count` processes of this node, started again at most `max_restarts` times.
 
-    Of several nodes, each runs this; they meet at MASTER_ADDR and MASTER_PORT, which under SLURM need not be set. Signals
-    are handed on: after SIGTERM processes save, and SystemExit has the code 143.
+    Of several nodes, each runs this; they meet at MASTER_ADDR and MASTER_PORT, which under SLURM need not be set.
+    Signals are handed on: after SIGTERM processes save, and SystemExit has the code 143.
 
     Raises ValueError when the restarts are used up.
     """
@@ -81,8 +81,8 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ValueError(
-            f"process {rank} {how}, and all {max_restarts} restarts are used up; its last words are above, and the same "
-            f"command goes on from the newest checkpoint"
+            f"process {rank} {how}, and all {max_restarts} restarts are used up; its last words are above, and the "
+            f"same command goes on from the newest checkpoint"
         ) from None
 
 

@@ -16,9 +16,10 @@ ConfigStore.instance().store(group="hydra/launcher", name="slurm_processes", nod
 
 
 class SlurmLauncher(ProcessLauncher):
-    """Each job is a SLURM job of trainer.num_nodes nodes, queued again when it is preempted, loses a node or its time is
-    over. Each node has one task, the agent that starts a process per device, and again when one is killed; without
-    max_restarts each device has a task. A job that an earlier launcher left in the queue is waited for, not queued twice.
+    """Each job is a SLURM job of trainer.num_nodes nodes, queued again when it is preempted, loses a node or its time
+    is over. Each node has one task, the agent that starts a process per device, and again when one is killed; without
+    max_restarts each device has a task. A job that an earlier launcher left in the queue is waited for, not queued
+    twice.
 
     Args:
         jobs: how many are in the queue at once; None for all.

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 STOOD_STILL = 75  # exit code: a failure that another try may not meet
 
-# A program of its own, since a process that was stopped, or holds Python's lock, cannot watch itself. It reads a pipe, as
-# a file's system may be what stands still, and counts its own seconds, of which it has none while it is stopped as well.
+# A program of its own, since a process that was stopped, or holds Python's lock, cannot watch itself. It reads a pipe,
+# as a file's system may be what stands still, and counts its own seconds, of which none pass while it is stopped too.
 GUARD = """
 import os, select, signal, sys
 parent, limit, still = int(sys.argv[1]), float(sys.argv[2]), 0
@@ -22,8 +22,8 @@ while still < limit and os.getppid() == parent:
             sys.exit()
         still = 0
 if os.getppid() == parent:
-    print(f"health: process {parent} gave no sign of life for {limit / 60:.3g} minutes; it is killed, so that it can be "
-          "started again", file=sys.stderr, flush=True)
+    print(f"health: process {parent} gave no sign of life for {limit / 60:.3g} minutes; it is killed, so that it can "
+          "be started again", file=sys.stderr, flush=True)
     os.kill(parent, signal.SIGKILL)
 """
 
