@@ -1,10 +1,12 @@
 """Configuration without torch: resolvers, the run's name, the code stamp, and mistakes told in one sentence."""
 
+import ctypes
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +42,7 @@ WATCHERS = (
     "publish",
     "calibration",
 )  # change no weight
-ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
+ENGINEERING = ("data.workers", "data.share_unit", "data.root", "data.cache", "data.val_batch")
 
 
 def digest(*, _root_: DictConfig) -> str:
@@ -155,6 +157,8 @@ def entry(name: str) -> Callable:
                 main(config)
 
         def command() -> None:
+            if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed agent leaves nobody training on
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands over what it finds while composing
             sys.argv[1:] = sorted(
                 sys.argv[1:], key=lambda word: word not in ("-m", "--multirun")

@@ -12,15 +12,18 @@ import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import DictConfig
 
 from src import checkpoint as canonical
+from src import elastic
 from src.config import code_stamp, plain
 from src.engine import engine_of
 from src.protocols import KnowsRun, StartsFrom
 from src.report import summary
 
 PRECISIONS = ("32-true", "bf16-mixed")
+UNLOCKED = 120  # seconds: what an ended process has started may hold its folder a little longer, on other nodes a lease
 
 
 def build_model(config: DictConfig):
@@ -31,19 +34,23 @@ def build_model(config: DictConfig):
 
 
 def train(config: DictConfig) -> None:
-    """Train, or go on training, the run that this configuration names.
+    """Train, or go on training, the run that this configuration names; where the launcher restarts processes, as the
+    agent that starts them and does so.
 
     Raises ValueError for what the user can mend, before any training starts.
     """
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     quieten()
     _check(config)
-    with _locked(folder):
+    launcher = HydraConfig.get().launcher
+    supervising = launcher.get("max_restarts") is not None and not elastic.under_agent()
+    with _locked(folder, wait=elastic.under_agent()):
         done, _ = canonical.newest(folder / "checkpoints")
         if done is not None and int(done.name) >= config.total_kimg * 1000:
             if _is_main() and not (folder / "result.json").exists():  # killed just before it was written
                 _write_result(folder, config.name, int(done.name), canonical.read(done)["metrics"])
-            print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder, overrides)}")
+            if _is_main():
+                print(f"{config.name} is finished; raise total_kimg to go on\n{summary(folder, overrides)}")
             return
         data = instantiate(config.data)
         data.prepare_data()
@@ -51,15 +58,21 @@ def train(config: DictConfig) -> None:
         model = build_model(config)
         if config.start is not None and done is None and not _begun(config, model, folder / "checkpoints"):
             return
-        trainer = _trainer(config)
+        trainer = _trainer(config, supervising)
         data.check_split(engine_of(trainer).share(trainer)[1], config.micro_batch)
-        if _is_main():
-            print(f"{config.name}: {model.describe()}, {len(data.train)} training images", flush=True)
-        trainer.fit(model, data)
-        if trainer.is_global_zero:
-            metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            _write_result(folder, config.name, model.images_seen, metrics)
-            print(summary(folder, overrides), flush=True)
+        if not supervising:
+            if _is_main():
+                images = f"{len(data.train)} training images{elastic.restarts()}"
+                print(f"{config.name}: {model.describe()}, {images}", flush=True)
+            trainer.fit(model, data)
+            if trainer.is_global_zero:
+                metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+                _write_result(folder, config.name, model.images_seen, metrics)
+                print(summary(folder, overrides), flush=True)
+            return
+        count, nodes = trainer.num_devices, trainer.num_nodes
+    del data, model, trainer  # which have shown that nothing is amiss
+    elastic.supervise(count, nodes, launcher.max_restarts, launcher.grace_seconds, config.name)
 
 
 def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float]) -> None:
@@ -89,7 +102,7 @@ def _begun(config: DictConfig, model, checkpoints: Path) -> bool:
     return False
 
 
-def _trainer(config: DictConfig):
+def _trainer(config: DictConfig, supervising: bool = False):
     # a recipe's settings of a callback that was not chosen are no callback
     callbacks = [instantiate(c) for c in (config.get("callbacks") or {}).values() if "_target_" in c]
     loggers = [instantiate(c) for c in (config.get("logger") or {}).values()]
@@ -97,12 +110,18 @@ def _trainer(config: DictConfig):
     for keeper in callbacks + loggers:
         if isinstance(keeper, KnowsRun):
             keeper.about_run(known, stamp)
+    devices, nodes = elastic.processes(config.trainer.devices, config.trainer.num_nodes)
+    # an agent is one task of SLURM's, whatever the number of its processes
+    more = {"plugins": [LightningEnvironment()]} if supervising else {}
     return instantiate(
         config.trainer,
+        devices=devices,
+        num_nodes=nodes,
         callbacks=callbacks,
         logger=loggers or False,
         strategy=instantiate(config.strategy),
         enable_checkpointing="checkpoint" in (config.get("callbacks") or {}),
+        **more,
     )
 
 
@@ -120,11 +139,13 @@ def _check(config: DictConfig) -> None:
             f"trainer.precision={config.trainer.precision} is not supported, since networks that take turns cannot "
             f"share one loss scale; choose {' or '.join(PRECISIONS)}"
         )
-    several = config.trainer.num_nodes != 1 or config.trainer.devices not in (1, "1", "auto", [0])
+    devices, nodes = elastic.processes(config.trainer.devices, config.trainer.num_nodes)
+    several = nodes != 1 or devices not in (1, "1", "auto", [0])
     if several and HydraConfig.get().runtime.choices.strategy == "single":
+        asking = f"trainer.devices={devices} asks for" if not elastic.under_agent() else "torch's agent has started"
         raise ValueError(
-            f"trainer.devices={config.trainer.devices} asks for several processes, but strategy=single is one; choose "
-            f"strategy=ddp, or another of those in conf/strategy"
+            f"{asking} several processes, but strategy=single is one; choose strategy=ddp, or another of those in "
+            f"conf/strategy"
         )
     if config.total_kimg > config.schedule_kimg:
         raise ValueError(
@@ -153,15 +174,16 @@ def quieten() -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """No second process writes into the folder; the lock goes with the process, however it ends."""
+def _locked(folder: Path, wait: bool = False) -> Iterator[None]:
+    """No second process writes into the folder; the lock goes with the process, however it ends, and with the loader
+    processes that it leaves behind: `wait` for these."""
     if not _is_main():
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=UNLOCKED if wait else 0)
     except Timeout as error:
         raise ValueError(
             f"another process is writing to {folder}; wait for it, or change the seed or a setting"
@@ -173,4 +195,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_main() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
+    names = ("RANK",) if elastic.under_agent() else ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in names)

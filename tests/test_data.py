@@ -60,6 +60,12 @@ def test_shares_are_contiguous_and_together_cover_each_global_batch(ranks):
         assert covered == list(range(100 + 8 * number, 100 + 8 * (number + 1)))
 
 
+def test_shares_that_differ_are_multiples_of_their_unit_and_cover_the_batch():
+    shares = [next(iter(Shares(100, 24, rank, 5, unit=4))) for rank in range(5)]
+    assert [len(share) for share in shares] == [4, 4, 4, 4, 8]
+    assert [number for share in shares for number in share] == list(range(100, 124))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_number_of_processes_reads_the_same_global_batches(ranks):
     alone = first(numbered(batch=8).train_dataloader(), 4)
@@ -227,6 +233,13 @@ def test_a_batch_that_processes_cannot_share_is_refused():
         data.check_split(4)
     with pytest.raises(ValueError, match="does not divide among 3"):
         numbered(rank=0, ranks=3, batch=10).train_dataloader()
+    numbered(batch=10, share_unit=2).check_split(4)
+    with pytest.raises(ValueError, match=r"6 processes cannot share batch=10 in parts of data\.share_unit=2; start"):
+        numbered(batch=10, share_unit=2).check_split(6)
+    with pytest.raises(ValueError, match="micro_batch=1; set that to null"):
+        numbered(batch=10, share_unit=2).check_split(4, 1)
+    with pytest.raises(ValueError, match=r"data\.share_unit=4 does not divide batch=10"):
+        numbered(batch=10, share_unit=4)
 
 
 def test_a_micro_batch_that_does_not_divide_the_share_is_refused():

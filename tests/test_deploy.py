@@ -8,6 +8,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from src.config import ROOT
+from src.elastic import processes
 from src.run import _check
 
 DEPLOY = ROOT / "deploy"
@@ -68,13 +69,15 @@ def test_the_command_composes_to_one_run_whatever_nodes_there_are(launch, compos
     options = launch(manifest)
     assert (ROOT / options.training_script).exists()
     least, most = map(int, options.nnodes.split(":"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "fewstep")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", options.nproc_per_node)
     names = set()
     for nodes in range(least, most + 1):
-        monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+        monkeypatch.setenv("WORLD_SIZE", str(nodes * int(options.nproc_per_node)))
         config = composed(*options.training_script_args)
         _check(config)
-        assert (config.trainer.num_nodes, int(config.trainer.devices)) == (nodes, int(options.nproc_per_node))
+        started = processes(config.trainer.devices, config.trainer.num_nodes)
+        assert started == (int(options.nproc_per_node), nodes)
         assert config.batch % (nodes * int(options.nproc_per_node)) == 0
         assert {"checkpoint", "health"} <= set(config.callbacks)
         names.add(config.name)

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import signal
 import socket
 import statistics
 import sys
@@ -301,6 +302,17 @@ def test_a_run_that_stands_within_a_batch_ends_without_saving(tmp_path):
     assert code(start(tmp_path, steps=lambda number: 60.0 if number == 3 else 0.0)) == 75
     assert saved(tmp_path) == [8]
     assert "stands in learn" in (tmp_path / "said0").read_text()
+
+
+def test_a_process_that_was_stopped_is_killed_by_its_guard(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys.modules[__name__], "IDLE", 0.75)
+    child = start(tmp_path, steps=lambda _: 0.05, batches=200)
+    while not (tmp_path / "checkpoints").exists():
+        time.sleep(0.05)
+    time.sleep(1.5)  # so that its guard has started
+    os.kill(child, signal.SIGSTOP)
+    assert code(child) == -signal.SIGKILL
+    assert f"process {child} gave no sign of life for 0.05 minutes; it is killed" in capfd.readouterr().err
 
 
 def test_a_run_that_moves_goes_on_to_its_end_and_is_not_watched_after_it(tmp_path):

@@ -332,16 +332,21 @@ def slurm(tmp_path, monkeypatch):
     return folder
 
 
-def test_slurm_gets_a_task_per_device_that_is_queued_again(slurm, tmp_path):
+@pytest.mark.parametrize(
+    ("restarts", "tasks", "cpus"), [("null", ["0", "1"], "cpus-per-task=3"), ("4", ["0"], "cpus-per-task=6")]
+)
+def test_slurm_gets_an_agent_per_node_or_a_task_per_device_that_is_queued_again(slurm, tmp_path, restarts, tasks, cpus):
     pytest.importorskip("submitit")
     words = [*SLURM, "trainer.devices=2", "strategy=ddp", "hydra.launcher.partition=long", "seed=0"]
+    words += [f"hydra.launcher.max_restarts={restarts}", "hydra.launcher.cpus_per_task=3"]
     words.append("+hydra.launcher.options.slurm_comment=tried")
     done = sweep(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states(tmp_path) == {"seed=0": "finished"}
     flags = set(re.findall(r"^#SBATCH --(\S+)", (slurm / "submitted").read_text(), re.M))
     assert {
-        "ntasks-per-node=2",
+        f"ntasks-per-node={len(tasks)}",
+        cpus,
         "nodes=1",
         "gpus-per-node=2",
         "requeue",
@@ -350,7 +355,8 @@ def test_slurm_gets_a_task_per_device_that_is_queued_again(slurm, tmp_path):
         "comment=tried",
     } <= flags
     told = attempts(run_of(tmp_path, 0))
-    assert sorted(job["SLURM_PROCID"] for job in told) == ["0", "1"] and {job["SLURM_NTASKS"] for job in told} == {"2"}
+    assert sorted(job["SLURM_PROCID"] for job in told) == tasks
+    assert {job["SLURM_NTASKS"] for job in told} == {str(len(tasks))}
 
 
 def test_stopping_a_sweep_cancels_its_slurm_jobs(slurm, tmp_path):

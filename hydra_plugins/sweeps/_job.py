@@ -43,6 +43,8 @@ class Job:
     def command(self) -> list[str]:
         """The run as a command; what is meant for Hydra itself goes along, except for what makes it a sweep."""
         of_hydra = [o for o in self.config.hydra.overrides.hydra if not OF_THE_SWEEP.match(o)]
+        launcher = self.config.hydra.launcher  # of which a single run needs what its own agent does
+        of_hydra += [f"++hydra.launcher.{k}={launcher[k]}" for k in ("max_restarts", "grace_seconds") if k in launcher]
         return [sys.executable, os.path.abspath(sys.argv[0]), *self.overrides, *of_hydra, "hydra.mode=RUN"]
 
     def result(self) -> dict | None:

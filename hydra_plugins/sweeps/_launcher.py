@@ -53,15 +53,19 @@ class ProcessLauncher(Launcher):
     Args:
         jobs: how many run at once; None for all.
         grace_seconds: how long a job that is asked to stop may take to save, before it is killed.
+        max_restarts: each node's part of a job is an elastic agent, which starts its processes again so often; None
+            for no agent.
     """
 
     poll_seconds = 0.2
 
-    def __init__(self, jobs: int | None = 1, grace_seconds: float = 60):
+    def __init__(self, jobs: int | None = 1, grace_seconds: float = 60, max_restarts: int | None = None):
         for name, value in (("jobs", jobs), ("grace_seconds", grace_seconds)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
                 raise ValueError(f"hydra.launcher.{name}={value} must be a number greater than 0")
-        self.jobs, self.grace_seconds = jobs, grace_seconds
+        if max_restarts is not None and (type(max_restarts) is not int or max_restarts < 0):
+            raise ValueError(f"hydra.launcher.max_restarts={max_restarts} must be a whole number, or null for no agent")
+        self.jobs, self.grace_seconds, self.max_restarts = jobs, grace_seconds, max_restarts
         self.known: list[Job] = []
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:

@@ -23,11 +23,17 @@ class LocalLauncher(ProcessLauncher):
         jobs: how many run at once; None for as many as there are GPUs for, where gpus_per_job is given.
         gpus_per_job: each job sees as many GPUs of those that this process sees, and shares them with no other job of
             the sweep; None leaves it to the jobs.
-        grace_seconds: how long a job that is asked to stop may take to save, before it is killed.
+        grace_seconds, max_restarts: as in ProcessLauncher.
     """
 
-    def __init__(self, jobs: int | None = 1, gpus_per_job: int | None = None, grace_seconds: float = 60):
-        super().__init__(jobs, grace_seconds)
+    def __init__(
+        self,
+        jobs: int | None = 1,
+        gpus_per_job: int | None = None,
+        grace_seconds: float = 60,
+        max_restarts: int | None = None,
+    ):
+        super().__init__(jobs, grace_seconds, max_restarts)
         self.shares = _shares(gpus_per_job, jobs) if gpus_per_job else None
         if self.shares and jobs is None:
             self.jobs = len(self.shares)

@@ -22,7 +22,7 @@ class RayLauncher(ProcessLauncher):
         address: of the cluster ("auto": the one that this machine belongs to); None starts one on this machine.
         cpus_per_job: what a job asks the cluster for.
         gpus_per_job: None for trainer.devices where the cluster has GPUs, and none where trainer.accelerator=cpu.
-        grace_seconds: how long a job that is asked to stop may take to save, before it is killed.
+        grace_seconds, max_restarts: as in ProcessLauncher.
     """
 
     poll_seconds = 1.0
@@ -34,8 +34,9 @@ class RayLauncher(ProcessLauncher):
         cpus_per_job: float = 1,
         gpus_per_job: float | None = None,
         grace_seconds: float = 60,
+        max_restarts: int | None = None,
     ):
-        super().__init__(jobs, grace_seconds)
+        super().__init__(jobs, grace_seconds, max_restarts)
         self.address, self.cpus_per_job, self.gpus_per_job = address, cpus_per_job, gpus_per_job
 
     def connect(self) -> None:

@@ -16,18 +16,21 @@ ConfigStore.instance().store(group="hydra/launcher", name="slurm_processes", nod
 
 
 class SlurmLauncher(ProcessLauncher):
-    """Each job is a SLURM job of trainer.num_nodes nodes with a task per device, queued again when it is preempted or
-    its time is over. A job that an earlier launcher left in the queue is waited for, not queued twice.
+    """Each job is a SLURM job of trainer.num_nodes nodes, queued again when it is preempted, loses a node or its time
+    is over. Each node has one task, the agent that starts a process per device, and again when one is killed; without
+    max_restarts each device has a task. A job that an earlier launcher left in the queue is waited for, not queued
+    twice.
 
     Args:
         jobs: how many are in the queue at once; None for all.
         minutes: of a job, after which it is queued again and goes on.
-        partition, account, cpus_per_task, mem_gb: SLURM's; None leaves them to it.
-        gpus_per_node: None for one per task, and none where trainer.accelerator=cpu.
+        partition, account, cpus_per_task, mem_gb: SLURM's; None leaves them to it. CPUs are those of one device.
+        gpus_per_node: None for one per device, and none where trainer.accelerator=cpu.
         options: further ones of submitit, such as {slurm_qos: low}.
         requeues: how often a job whose time is over is queued again.
         cluster: "slurm", or "local" for submitit's processes on this machine.
         grace_seconds: how long a job that is asked to stop may take to save.
+        max_restarts: as in ProcessLauncher.
     """
 
     poll_seconds = 2.0
@@ -45,8 +48,9 @@ class SlurmLauncher(ProcessLauncher):
         requeues: int = 100,
         cluster: str = "slurm",
         grace_seconds: float = 60,
+        max_restarts: int | None = None,
     ):
-        super().__init__(jobs, grace_seconds)
+        super().__init__(jobs, grace_seconds, max_restarts)
         self.asked = {"timeout_min": minutes, "slurm_partition": partition, "slurm_account": account}
         options = OmegaConf.to_container(options) if OmegaConf.is_config(options) else options or {}
         self.asked |= {"cpus_per_task": cpus_per_task, "mem_gb": mem_gb, **options}
@@ -63,12 +67,13 @@ class SlurmLauncher(ProcessLauncher):
     def start(self, job: Job) -> "_Submitted":
         import submitit
 
-        tasks, folder = self._tasks(job), (self.folder / "slurm").absolute()
+        devices, folder = self._devices(job), (self.folder / "slurm").absolute()
+        tasks = devices if self.cluster == "slurm" and self.max_restarts is None else 1
         if self.cluster == "slurm" and (queued := _queued(job.name)):
             return _Submitted(submitit.SlurmJob(folder, queued, tasks=range(tasks * job.config.trainer.num_nodes)), job)
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.cluster, slurm_max_num_timeout=self.requeues)
-            executor.update_parameters(**self._parameters(job, tasks))
+            executor.update_parameters(**self._parameters(job, tasks, devices))
         except RuntimeError as error:  # no srun here
             raise ValueError(f"launcher=slurm: {error}") from error
         task = _task.Task(
@@ -81,19 +86,21 @@ class SlurmLauncher(ProcessLauncher):
         )
         return _Submitted(executor.submit(task), job)
 
-    def _tasks(self, job: Job) -> int:
+    def _devices(self, job: Job) -> int:
         devices = job.config.trainer.devices
         count = devices if isinstance(devices, int) else None if isinstance(devices, str) else len(devices)
         if count is None or count < 1:
-            raise ValueError(f"trainer.devices={devices} must be a number under launcher=slurm: a task for each")
-        return count if self.cluster == "slurm" else 1
+            raise ValueError(f"trainer.devices={devices} must be a number under launcher=slurm: of processes per node")
+        return count
 
-    def _parameters(self, job: Job, tasks: int) -> dict:
+    def _parameters(self, job: Job, tasks: int, devices: int) -> dict:
         gpus = self.gpus_per_node
         if gpus is None:
-            gpus = 0 if job.config.trainer.accelerator == "cpu" else tasks
+            gpus = 0 if job.config.trainer.accelerator == "cpu" else devices
         found = {"name": job.name, "nodes": job.config.trainer.num_nodes, "tasks_per_node": tasks}
         found |= {"gpus_per_node": gpus, "slurm_srun_args": ["--kill-on-bad-exit=1"], **self.asked}
+        if found["cpus_per_task"]:
+            found["cpus_per_task"] *= devices // tasks
         found["slurm_additional_parameters"] = {"requeue": True} | self.asked.get("slurm_additional_parameters", {})
         return {key: value for key, value in found.items() if value}
 

@@ -1,12 +1,31 @@
 """Ends a run that stands still; of the health callback."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 STOOD_STILL = 75  # exit code: a failure that another try may not meet
+
+# A program of its own, since a process that was stopped, or holds Python's lock, cannot watch itself. It reads a pipe,
+# as a file's system may be what stands still, and counts its own seconds, of which none pass while it is stopped too.
+GUARD = """
+import os, select, signal, sys
+parent, limit, still = int(sys.argv[1]), float(sys.argv[2]), 0
+while still < limit and os.getppid() == parent:
+    still += 0.5
+    if select.select([0], [], [], 0.5)[0]:
+        if not os.read(0, 4096):
+            sys.exit()
+        still = 0
+if os.getppid() == parent:
+    print(f"health: process {parent} gave no sign of life for {limit / 60:.3g} minutes; it is killed, so that it can "
+          "be started again", file=sys.stderr, flush=True)
+    os.kill(parent, signal.SIGKILL)
+"""
 
 
 class Watchdog:
@@ -15,13 +34,15 @@ class Watchdog:
     A single process that waits for images saves as after SIGTERM, in this thread, and ends with 143: a lock holds the
     next batch back, so nothing changes meanwhile. One that stands within a batch ends with 75. Of several processes
     none can save alone: each is asked to stop after the batch at hand, and ends with 75 where that has not ended after
-    as much time again.
+    as much time again. A process that cannot even do that, since it was stopped, is killed after twice as much more.
     """
 
     def __init__(self, trainer, module, seconds: float):
         self.trainer, self.module, self.seconds = trainer, module, seconds
         self.moved_at = time.monotonic()
         self.acting, self.left = threading.Lock(), threading.Event()
+        command = [sys.executable, "-S", "-c", GUARD, str(os.getpid()), str(4 * seconds)]
+        self.guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def moved(self) -> None:
@@ -32,9 +53,13 @@ class Watchdog:
     def leave(self) -> None:
         """Nothing is watched any more."""
         self.left.set()
+        self.guard.terminate()
+        self.guard.wait()
 
     def _watch(self) -> None:
         while not self.left.wait(min(1.0, self.seconds / 10)):
+            with suppress(OSError):  # it may have been killed
+                self.guard.stdin.write(b".")
             with self.acting:
                 idle, saver = time.monotonic() - self.moved_at, self.trainer.checkpoint_callback
                 if idle < self.seconds:

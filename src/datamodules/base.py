@@ -60,16 +60,20 @@ class Images(Dataset):
 
 
 class Shares(Sampler):
-    """This process's contiguous share of one global batch after the other, from number `start`; endless by default."""
+    """This process's contiguous share of one global batch after the other, from number `start`; endless by default.
 
-    def __init__(self, start: int, batch: int, rank: int, ranks: int, batches: int | None = None):
-        self.start, self.batch, self.rank, self.ranks, self.batches = start, batch, rank, ranks, batches
+    Shares are multiples of `unit`, which divides the batch; they differ by one where processes are no divisor.
+    """
+
+    def __init__(self, start: int, batch: int, rank: int, ranks: int, batches: int | None = None, unit: int = 1):
+        self.start, self.batch, self.batches = start, batch, batches
+        self.begin, self.end = (unit * (batch // unit * place // ranks) for place in (rank, rank + 1))
 
     def __iter__(self) -> Iterator[range]:
-        share, number = self.batch // self.ranks, 0
+        number = 0
         while self.batches is None or number < self.batches:
-            first = self.start + number * self.batch + self.rank * share
-            yield range(first, first + share)
+            first = self.start + number * self.batch
+            yield range(first + self.begin, first + self.end)
             number += 1
 
 
@@ -97,6 +101,8 @@ class ImageData(LightningDataModule):
         partition: store of a partition (a folder, or a URL of fsspec's) that knows these images; batches then tell the
             cluster of each.
         cluster: the only one whose images are trained on and held out; None for all.
+        share_unit: processes that cannot share a batch equally have shares that are multiples of it, and gradients are
+            weighted accordingly; None where such numbers of processes are refused.
     """
 
     normalisation = "uint8 / 127.5 - 1"  # from stored images to those that networks see
@@ -114,13 +120,16 @@ class ImageData(LightningDataModule):
         workers: int = 0,
         partition: str | None = None,
         cluster: int | None = None,
+        share_unit: int | None = None,
     ):
         super().__init__()
         if cluster is not None and partition is None:
             raise ValueError(f"data.cluster={cluster} is of no partition; set data.partition to the store of one")
+        if share_unit is not None and (share_unit < 1 or batch % share_unit):
+            raise ValueError(f"data.share_unit={share_unit} does not divide batch={batch}; choose a divisor, or null")
         self.channels, self.resolution, self.classes, self.padding = channels, resolution, classes, padding
         self.batch, self.seed, self.flip, self.val_batch, self.workers = batch, seed, flip, val_batch, workers
-        self.partition, self.cluster = partition, cluster
+        self.partition, self.cluster, self.share_unit = partition, cluster, share_unit
         self.position = 0  # sample number of the next training image
         self.train: Images | None = None
         self.base: str | None = None  # of the partition's lineage
@@ -162,11 +171,23 @@ class ImageData(LightningDataModule):
         self.identity = hashlib.sha256(f"{self.identity} {known.base} {self.cluster}".encode()).hexdigest()[:12]
 
     def check_split(self, ranks: int, micro_batch: int | None = None) -> None:
-        """Raise ValueError where `ranks` processes cannot share the batch equally, or micro-batches a share."""
+        """Raise ValueError where `ranks` processes cannot share the batch, or micro-batches a share, equally."""
         if self.batch % ranks:
-            raise ValueError(
-                f"batch={self.batch} does not divide among {ranks} processes; choose a multiple of {ranks}"
-            )
+            if self.share_unit is None:
+                raise ValueError(
+                    f"batch={self.batch} does not divide among {ranks} processes; choose a multiple of {ranks}, or "
+                    f"data.share_unit=1 for shares that differ"
+                )
+            if self.batch // self.share_unit < ranks or micro_batch:
+                raise ValueError(
+                    f"{ranks} processes cannot share batch={self.batch} in parts of data.share_unit={self.share_unit}"
+                    + (
+                        f" and micro_batch={micro_batch}; set that to null"
+                        if micro_batch
+                        else "; start fewer processes"
+                    )
+                )
+            return
         share = self.batch // ranks
         if micro_batch and share % micro_batch:
             raise ValueError(
@@ -177,7 +198,10 @@ class ImageData(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rank, ranks = engine_of(self.trainer).share(self.trainer)
         self.check_split(ranks)
-        return self._loader(self.train, Shares(self.position, self.batch, rank, ranks))
+        return self._loader(self.train, Shares(self.position, self.batch, rank, ranks, unit=self._unit(ranks)))
+
+    def _unit(self, ranks: int) -> int:
+        return self.share_unit if self.share_unit and self.batch % ranks else 1
 
     def val_dataloader(self) -> DataLoader:
         rank, ranks = engine_of(self.trainer).share(self.trainer)

@@ -99,7 +99,8 @@ class Module(LightningModule):
 
         `loss(micro_batch)` gives the loss and what to log; `twice` where it holds gradients of the network itself.
         Returns the logged values, averaged over the micro-batches, with the gradient's norm. Where the engine can,
-        gradients are communicated on the last micro-batch only.
+        gradients are communicated on the last micro-batch only. Engines average over processes, so what a process finds
+        is weighted by its share of the batch, where shares differ.
         """
         self.only(name)
         network, engine = self.parallel_networks()[name], engine_of(self.trainer)
@@ -110,15 +111,16 @@ class Module(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.schedule.rate(group["initial_lr"], self.images_seen) * self.lr_scale
         parts = list(self._micro_batches(batch))
+        weight = len(batch.images) * engine.share(self.trainer)[1] / self.images_per_batch / len(parts)
         logged: dict[str, Tensor] = {}
         with engine.hold(network, twice):
             for number, part in enumerate(parts):
                 last = number == len(parts) - 1
                 with nullcontext() if last else engine.quiet(network):
                     value, found = loss(part)
-                    engine.add_gradients(self, network, value / len(parts), last)
+                    engine.add_gradients(self, network, value * weight, last)
                 for key, value in found.items():
-                    logged[key] = logged.get(key, 0) + value.detach() / len(parts)
+                    logged[key] = logged.get(key, 0) + value.detach() * weight
         logged[f"train/grad_norm_{name}"] = norm = engine.step(network, optimizer, self.clip_norm)
         bad = ~norm.isfinite() & (self.first_bad < 0)
         self.first_bad = torch.where(bad, self.batches_seen, self.first_bad)

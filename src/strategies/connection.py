@@ -18,7 +18,8 @@ class Connected(DDPStrategy):
     Args:
         connection: timeout_minutes, after which a process gives up waiting for another; main_address and main_port of
             the first process, over which MASTER_ADDR and MASTER_PORT of the environment win; init_method of
-            torch.distributed.init_process_group, such as file:///shared/place or tcp://host:port, instead of them.
+            torch.distributed.init_process_group, such as file:///shared/place or tcp://host:port, instead of them, but
+            under an elastic agent, which has a meeting point for every start.
         options: of DDPStrategy.
 
     Raises ValueError where not all processes come together.
@@ -31,7 +32,7 @@ class Connected(DDPStrategy):
             if value is not None:
                 os.environ.setdefault(name, str(value))
         super().__init__(timeout=timedelta(minutes=given["timeout_minutes"]), **options)
-        self.init_method = given["init_method"]
+        self.init_method = None if dist.is_torchelastic_launched() else given["init_method"]
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
