@@ -196,13 +196,20 @@ class ProcessLauncher(Launcher):
         self._write()
 
     def _write(self) -> None:
-        """sweep.json: what belongs to this sweep."""
+        """sweep.json: what belongs to this sweep, since its first start."""
         keep = ("name", "overrides", "state", "measured", "value", "seconds")
         runs = [{key: getattr(job, key) for key in keep} | {"folder": str(job.folder)} for job in self.known]
         self.folder.mkdir(parents=True, exist_ok=True)
+        now = {job.name for job in self.known}
+        runs = [run for run in self._written_before() if run["name"] not in now] + runs
         part = self.folder / f"sweep.{os.getpid()}.part"
         part.write_text(json.dumps(runs, indent=1))
         os.replace(part, self.folder / "sweep.json")
+
+    def _written_before(self) -> list[dict]:
+        """What sweep.json has: of a study that goes on, earlier trials as well."""
+        path = self.folder / "sweep.json"
+        return json.loads(path.read_text()) if path.exists() else []
 
     def _prune(self, job: Job, now: Running, watch: Callable[[Job], bool]) -> None:
         if now.asked is not None:

@@ -45,8 +45,8 @@ class Connected(DDPStrategy):
                     world_size=self.world_size,
                     timeout=self._timeout,
                 )
-                atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
             super().setup_distributed()
+            atexit.register(_leave)
         except dist.DistError as error:
             where = self.init_method or f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
             raise ValueError(
@@ -54,6 +54,12 @@ class Connected(DDPStrategy):
                 f"({' '.join(str(error).split())[:200]}); start every node with the same trainer.devices and "
                 f"trainer.num_nodes, and the address of the first"
             ) from error
+
+
+def _leave() -> None:
+    """At the end; else threads of gloo's may still run when the interpreter takes down what they use."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def node_groups(world_size: int, per_node: int, timeout: timedelta | None = None) -> Levels:
