@@ -248,6 +248,8 @@ def test_a_study_is_interrupted_and_continued(tmp_path):
     repeated = sweep(tmp_path, *STUDY)
     assert repeated.returncode == 0 and f"run    {best.user_attrs['run']}\n" in repeated.stdout
     assert "started" not in repeated.stdout
+    listed = json.loads((path.parent / "sweep.json").read_text())  # of all three commands, for compare.py
+    assert sorted(run["name"] for run in listed) == sorted(trial.user_attrs["run"] for trial in trials)
 
 
 # Clusters
