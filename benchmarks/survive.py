@@ -48,7 +48,6 @@ SHARED = [
     "trainer.precision=32-true",
     "trainer.accelerator=cpu",
     "trainer.devices=2",
-    "model.schedule.warmup_kimg=0",
     f"callbacks.metrics.every_kimg={BATCH / 1000}",
     f"callbacks.checkpoint.every_kimg={EVERY / 1000}",
     "callbacks.checkpoint.archive_every_kimg=null",
