@@ -48,10 +48,11 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
     Of several nodes, each runs this; they meet at MASTER_ADDR and MASTER_PORT, which under SLURM need not be set.
     Signals are handed on: after SIGTERM processes save, and SystemExit has the code 143.
 
-    Raises ValueError when the restarts are used up.
+    Raises ValueError when the restarts are used up, or the node where agents meet is gone.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
@@ -72,6 +73,7 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
         local_addr="127.0.0.1" if alone else None,
         signals_to_handle=",".join(s.name for s in listen),
     )
+    again = "the same command goes on from the newest checkpoint"
     try:
         elastic_launch(agent, sys.executable)(os.path.abspath(sys.argv[0]), *sys.argv[1:])
     except SignalException as asked:
@@ -81,9 +83,10 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
         code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ValueError(
-            f"process {rank} {how}, and all {max_restarts} restarts are used up; its last words are above, and the "
-            f"same command goes on from the newest checkpoint"
+            f"process {rank} {how}, and all {max_restarts} restarts are used up; its last words are above, and {again}"
         ) from None
+    except RendezvousError as error:  # it was killed, or there never was one
+        raise ValueError(f"the agents have no meeting point at {agent.rdzv_endpoint}; on all nodes {again}") from error
 
 
 def _meeting_point() -> str:

@@ -23,7 +23,7 @@ from src.protocols import KnowsRun, StartsFrom
 from src.report import summary
 
 PRECISIONS = ("32-true", "bf16-mixed")
-UNLOCKED = 120  # seconds: what an ended process has started may hold its folder a little longer, on other nodes a lease
+UNLOCKED = 120  # seconds: a process that was killed may leave loader processes with the lock, or on a lost node a lease
 
 
 def build_model(config: DictConfig):
@@ -44,7 +44,7 @@ def train(config: DictConfig) -> None:
     _check(config)
     launcher = HydraConfig.get().launcher
     supervising = launcher.get("max_restarts") is not None and not elastic.under_agent()
-    with _locked(folder, wait=elastic.under_agent()):
+    with _locked(folder, wait=UNLOCKED if elastic.under_agent() else 15 if supervising else 0):
         done, _ = canonical.newest(folder / "checkpoints")
         if done is not None and int(done.name) >= config.total_kimg * 1000:
             if _is_main() and not (folder / "result.json").exists():  # killed just before it was written
@@ -174,16 +174,16 @@ def quieten() -> None:
 
 
 @contextmanager
-def _locked(folder: Path, wait: bool = False) -> Iterator[None]:
+def _locked(folder: Path, wait: float = 0) -> Iterator[None]:
     """No second process writes into the folder; the lock goes with the process, however it ends, and with the loader
-    processes that it leaves behind: `wait` for these."""
+    processes that it leaves behind, for a few seconds: `wait` so long."""
     if not _is_main():
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=UNLOCKED if wait else 0)
+        lock.acquire(timeout=wait)
     except Timeout as error:
         raise ValueError(
             f"another process is writing to {folder}; wait for it, or change the seed or a setting"
