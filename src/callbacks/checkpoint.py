@@ -3,6 +3,7 @@
 import shutil
 import signal
 import time
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint as LastInLine  # Lightning ca
 from lightning.pytorch.utilities import rank_zero_only
 
 from src import checkpoint as canonical
+from src.background import Writer, copied
 from src.engine import engine_of
 from src.protocols import Rewinds, RollsBack
 from src.schedule import due
@@ -20,8 +22,9 @@ class Checkpoint(LastInLine):
     """Canonical checkpoints of a run: the newest, the best by a metric, and every so many images for good.
 
     Saving happens between two batches and after validation, so that nothing is half done and no average swapped in. At
-    the start the newest checkpoint that verifies is loaded, if there is one: the same command continues. SIGTERM saves
-    after the batch in progress and exits with 143.
+    the start the newest checkpoint that verifies is loaded, if there is one: the same command continues. SIGTERM, and
+    SIGUSR1, SLURM's warning, save after the batch in progress and exit with 143. Training goes on when a checkpoint
+    cannot be written, and ends with the reason if the last one cannot.
 
     Args:
         folder: of the run.
@@ -33,6 +36,8 @@ class Checkpoint(LastInLine):
         native: every process writes what it keeps, so that none needs memory for all of a network; for engines that
             keep tensors in parts. Such checkpoints are read by the same engine alone, until `prepare.py
             task=consolidate` makes them canonical.
+        background: training waits only until the state is copied to host memory; a thread writes it. Native
+            checkpoints are written by all processes together, while training waits.
     """
 
     def __init__(
@@ -44,12 +49,13 @@ class Checkpoint(LastInLine):
         archive_every_kimg: float | None = None,
         metric: list[str] | None = None,
         native: bool = False,
+        background: bool = True,
     ):
         if keep < 1:
             raise ValueError(f"callbacks.checkpoint.keep={keep}, but at least the newest has to stay")
         self.folder, self.keep, self.metric = Path(folder) / "checkpoints", keep, list(metric or [])
         self.every_kimg, self.every_minutes, self.archive_every_kimg = every_kimg, every_minutes, archive_every_kimg
-        self.native = native
+        self.native, self.background, self.writer = native, background and not native, Writer()
         self.config: dict = {}
         self.stamp: dict[str, str] = {}
         self.asked_to_stop = False
@@ -70,14 +76,14 @@ class Checkpoint(LastInLine):
         self.saved, self.saved_at = module.images_seen, time.monotonic()
 
     def on_train_start(self, trainer, module):
-        self._before = signal.signal(signal.SIGTERM, self._stop)  # after Lightning's, which would end in the middle
+        # after Lightning's, which would end in the middle
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         """Between two batches, the validation behind us."""
         stop, late = self._agreed(trainer, module)
         if stop:
-            if module.images_seen > self.saved:
-                self._save(trainer, module)
+            self._save_last(trainer, module)
             trainer.strategy.barrier("saved")
             raise SystemExit(143)
         if late or self._is_due(module):
@@ -88,6 +94,7 @@ class Checkpoint(LastInLine):
             trainer.fit_loop.epoch_loop._skip_next_val = True  # one that is due there lies behind the checkpoint
 
     def on_validation_end(self, trainer, module):
+        self.writer.wait()  # it may be writing the best
         value, metrics = self._value(trainer), self._metrics(trainer)
         best = canonical.read_best(self.folder)
         watching = [c for c in trainer.callbacks if isinstance(c, RollsBack)]
@@ -95,19 +102,15 @@ class Checkpoint(LastInLine):
             return
         better = value is not None and isfinite(value) and (best is None or value < best["value"])
         if trainer.strategy.broadcast(better):  # the first process decides: others may not see its files
-            self._save(trainer, module)
-            if trainer.is_global_zero:
-                name = canonical.folder_of(self.folder, module.images_seen).name
-                canonical.write_best(self.folder, {"checkpoint": name, "value": value, **metrics})
-                self._prune(module.images_seen)  # what was the best until now
+            self._save(trainer, module, {"value": value, **metrics})
 
     def on_train_end(self, trainer, module):
-        if module.images_seen > self.saved:
-            self._save(trainer, module)
+        self._save_last(trainer, module)
 
     def teardown(self, trainer, module, stage):
-        if getattr(self, "_before", None) is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        self.writer.wait()
+        for number, handler in getattr(self, "_before", {}).items():
+            signal.signal(number, handler)
 
     def _stop(self, signum, frame) -> None:
         self.asked_to_stop = True
@@ -136,7 +139,15 @@ class Checkpoint(LastInLine):
     def _metrics(self, trainer) -> dict[str, float]:
         return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
 
-    def _save(self, trainer, module) -> None:
+    def _save_last(self, trainer, module) -> None:
+        """Have the newest state on disk. Raises OSError, in all processes, where it cannot be written."""
+        if module.images_seen > self.saved or trainer.strategy.broadcast(self.writer.wait() is not None):
+            self._save(trainer, module)
+        if why := trainer.strategy.broadcast(str(self.writer.wait() or "")):
+            raise OSError(why)
+
+    def _save(self, trainer, module, best: dict | None = None) -> None:
+        """A checkpoint of this moment, which becomes the best one with these values."""
         if not module.require_finite():
             return
         engine, folder = engine_of(trainer), canonical.folder_of(self.folder, module.images_seen)
@@ -159,9 +170,18 @@ class Checkpoint(LastInLine):
             "config": self.config,
         }
         if trainer.is_global_zero:
-            canonical.write(folder, state, self.stamp)
-            self._prune(module.images_seen)
+            self.writer.wait()  # so that only one copy is in memory
+            task = partial(self._write, folder, copied(state) if self.background else state, best)
+            self.writer.begin(task)
+            if not self.background:
+                self.writer.wait()
         self.saved, self.saved_at = module.images_seen, time.monotonic()
+
+    def _write(self, folder: Path, state: dict, best: dict | None) -> None:
+        canonical.write(folder, state, self.stamp)
+        if best is not None:
+            canonical.write_best(self.folder, {"checkpoint": folder.name, **best})
+        self._prune(int(folder.name))
 
     def _tensors(self, trainer, module) -> dict:
         """Weights, and the states of optimizers and callbacks; all processes call it together."""
@@ -209,6 +229,7 @@ class Checkpoint(LastInLine):
         """See RollsBack. Later checkpoints are removed before the older one is changed, so that a process that is
         killed in between leaves none of them to continue from."""
         choice = [None]
+        self.writer.wait()
         if trainer.is_global_zero and (found := canonical.newest(self.folder, until)[0]) is not None:
             upcoming = module.images_seen + module.data_offset
             position = {"data_offset": upcoming - int(found.name), "lr_scale": module.lr_scale * lr_factor}
