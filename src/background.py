@@ -33,7 +33,7 @@ class Writer:
             task()
         except OSError as error:
             self._failed = error
-            print(f"{error}; training goes on, and the next checkpoint is tried as well", flush=True)
+            print(error, flush=True)
 
 
 def copied(state: Any) -> Any:

@@ -289,8 +289,9 @@ def test_a_killed_run_ends_in_the_same_bits_when_its_command_is_repeated(uninter
     assert not list(run.rglob("*.tmp")) and not list(run.rglob("*.part"))
 
 
-def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_bits(uninterrupted, tmp_path):
-    process, run = interrupted(tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("warning", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_warning_saves_and_the_same_command_goes_on_to_the_same_bits(uninterrupted, tmp_path, warning):
+    process, run = interrupted(tmp_path, warning)
     assert process.returncode == 143
     assert "Traceback" not in process.communicate()[1]
     stopped_at = int(canonical.newest(run / "checkpoints")[0].name)
