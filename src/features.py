@@ -56,7 +56,7 @@ class Features:
 
         step = -(-count // FITTED_ON)
         raw = np.concatenate(list(self._batches(lambda rows: read(slice(rows.start, rows.stop, step)), count, step)))
-        found = PCA(min(COMPONENTS, *raw.shape), svd_solver="covariance_eigh").fit(raw)
+        found = PCA(min(COMPONENTS, *raw.shape), random_state=0).fit(raw)
         self.mean, self.components = found.mean_.astype(np.float32), found.components_.astype(np.float32)
         return self
 
