@@ -23,8 +23,8 @@ def test_pixels_are_projected_on_the_directions_in_which_they_vary():
     found = Features("pixels").fit(data.read, 500)(data.read, 500)
     expected = (x - x.mean(0)) @ vectors[:, ::-1]
     assert found.shape == (500, 9) and found.dtype == np.float32
-    np.testing.assert_allclose(np.abs(found), np.abs(expected), rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found.var(0, ddof=1), values[::-1], rtol=1e-4)
+    np.testing.assert_allclose(np.abs(found), np.abs(expected), rtol=0, atol=3e-3)
+    np.testing.assert_allclose(found.var(0, ddof=1), values[::-1], rtol=1e-2)
 
 
 def test_large_images_are_compared_by_averages_and_have_at_most_64_components():
