@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 
-SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start")
+SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start", "expert")
 WATCHERS = (
     "budget",
     "metrics",
@@ -35,6 +35,8 @@ WATCHERS = (
     "checkpoint",
     "consistency",
     "health",
+    "clusters",
+    "publish",
 )  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 

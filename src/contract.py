@@ -50,3 +50,9 @@ def require_same(mine: Mapping[str, Any], theirs: Mapping[str, Any], who: str) -
     entries = {key: value for key, value in theirs.items() if key != SHA}
     if hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest() != theirs.get(SHA):
         raise ValueError(f"{who} cannot be trusted: the hash of its contract is not that of the contract's entries")
+
+
+def contract_of(data) -> dict[str, Any]:
+    """The contract of what is trained on this data."""
+    shape = data.channels, data.resolution, data.resolution
+    return contract(shape, data.classes, data.normalisation, data.base, getattr(data, "vae", None))

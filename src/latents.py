@@ -17,12 +17,14 @@ class Autoencoder:
     """
 
     def __init__(self, path: str | None, factor: float = 0.18215):
-        self.path, self.factor = Path(path or ""), factor
-        if path is None or not (self.path / "config.json").is_file():
-            raise ValueError(f"{path} holds no autoencoder; set data.autoencoder.path to a folder with its config.json")
+        self.path, self.factor = path and Path(path), factor
 
     @cached_property
     def network(self):
+        if self.path is None or not (self.path / "config.json").is_file():
+            raise ValueError(
+                f"data.autoencoder.path={self.path} is no autoencoder; name a folder with config.json and safetensors"
+            )
         try:
             from diffusers import AutoencoderKL
         except ImportError as error:

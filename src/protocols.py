@@ -144,6 +144,30 @@ class RollsBack(Protocol):
 
 
 @runtime_checkable
+class Described(Protocol):
+    """A module whose network's card, in a store, says more than the configuration does."""
+
+    def card(self) -> Mapping:
+        """Entries of the card that JSON can hold."""
+
+
+@runtime_checkable
+class MeasuresErrors(Protocol):
+    """A module whose predictions are scored image by image."""
+
+    def error(self, batch: Batch) -> Tensor:
+        """One error for each image, (n,), with noise that depends on sample numbers alone."""
+
+
+@runtime_checkable
+class StartsFrom(Protocol):
+    """A module that can begin with weights of a store."""
+
+    def start_from(self, start: str) -> bool:
+        """Take the weights that `start` names, such as STORE/experts/3; False where it names something else."""
+
+
+@runtime_checkable
 class KnowsRun(Protocol):
     """A callback or logger that keeps what the run is."""
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from src import checkpoint as canonical
 from src.config import code_stamp, plain
 from src.engine import engine_of
-from src.protocols import KnowsRun
+from src.protocols import KnowsRun, StartsFrom
 from src.report import summary
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -49,8 +49,7 @@ def train(config: DictConfig) -> None:
         data.prepare_data()
         data.setup()
         model = build_model(config)
-        begins = config.start is not None and done is None and _is_main()
-        if begins and not _imported(config, model, folder / "checkpoints"):
+        if config.start is not None and done is None and not _begun(config, model, folder / "checkpoints"):
             return
         trainer = _trainer(config)
         data.check_split(engine_of(trainer).share(trainer)[1], config.micro_batch)
@@ -69,8 +68,15 @@ def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float
     os.replace(part, folder / "result.json")
 
 
-def _imported(config: DictConfig, model, checkpoints: Path) -> bool:
-    """Make a published checkpoint the first of this run; whether training can go on from it."""
+def _begun(config: DictConfig, model, checkpoints: Path) -> bool:
+    """Begin with published weights; whether there is something to train.
+
+    Those of a store are a model's first weights; others' checkpoints become the first of this run.
+    """
+    if isinstance(model, StartsFrom) and model.start_from(config.start):
+        return True
+    if not _is_main():
+        return True
     if not hasattr(model, "published_state"):
         raise ValueError(f"start={config.start}: there are no published checkpoints for {type(model).__name__}")
     state = model.published_state(config.start) | {"config": plain(config)}

@@ -50,7 +50,8 @@ def test_every_strategy_can_be_built_as_configured(composed, name):
 
 @pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "data"])
 def test_every_data_set_can_be_built_as_configured(composed, name, tmp_path):
-    config = composed(f"data={name}", *([f"data.path={tmp_path}"] if name == "folder" else []))
+    paths = {"folder": [f"data.path={tmp_path}"], "latents": [f"data.source.path={tmp_path}"]}
+    config = composed(f"data={name}", *paths.get(name, []))
     data = instantiate(config.data)
     assert (data.batch, data.seed) == (config.batch, config.seed)
     assert (data.channels, data.resolution) == (config.data.channels, config.data.resolution)

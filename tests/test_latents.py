@@ -110,7 +110,7 @@ def test_a_model_of_latents_saves_no_autoencoder_and_clips_images_alone(autoenco
         (["data.resolution=8"], "set data.channels=4 and data.resolution=4"),
         (["data.flip=true"], "data.flip=false"),
         (["data.source.channels=1"], "not 1 channels"),
-        (["data.autoencoder.path=nowhere"], "nowhere holds no autoencoder"),
+        (["data.autoencoder.path=nowhere"], "data.autoencoder.path=nowhere is no autoencoder"),
     ],
 )
 def test_what_does_not_fit_is_told(autoencoder, images, composed, more, fix):

@@ -123,6 +123,7 @@ class ImageData(LightningDataModule):
         self.partition, self.cluster = partition, cluster
         self.position = 0  # sample number of the next training image
         self.train: Images | None = None
+        self.base: str | None = None  # of the partition's lineage
 
     def load(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         """Training and held-out (images uint8 (n, c, h, w), labels (n,)); ValueError names what cannot be read."""
@@ -142,12 +143,18 @@ class ImageData(LightningDataModule):
         self.identity = hashlib.sha256(facts.encode()).hexdigest()[:12]
         self._divide()
 
+    def clustered(self) -> tuple[str, Images, Images]:
+        """The images that a partition is made of: their identity, those to train on and those held out."""
+        return self.identity, self.train, self.held_out
+
     def _divide(self) -> None:
         """Take in the clusters, and leave those images alone that are of `cluster`, where these are asked for."""
+        self.all_held_out = self.held_out
         if self.partition is None:
             return
         known = Partition.load(self.partition)
-        self.train.clusters, self.held_out.clusters = known.of(self.identity, self.train, self.held_out)
+        self.base = known.base
+        self.train.clusters, self.held_out.clusters = known.of(*self.clustered())
         if self.cluster is None:
             return
         known.check_cluster(self.cluster, self.identity)

@@ -17,8 +17,9 @@ from src.latents import Autoencoder
 class Latents(ImageData):
     """What `autoencoder` makes of the images of `source`, float32, kept in the folder `cache`.
 
-    Distances and scores compare decoded samples with the images of `source`, not with what their latents decode to.
-    Raises ValueError for mirrored images, since their latents are not mirrored latents, and for sizes that do not fit.
+    Distances and scores compare decoded samples with the images of `source`, not with what their latents decode to; a
+    partition is one of these images too. Raises ValueError for mirrored images, since their latents are not mirrored
+    latents, and for sizes that do not fit.
     """
 
     def __init__(self, source: ImageData, autoencoder: Autoencoder, cache: str, **shared):
@@ -68,6 +69,9 @@ class Latents(ImageData):
 
     def reference(self, count: int, rank: int, ranks: int) -> Iterator[Tensor]:
         return self.source.reference(count, rank, ranks)
+
+    def clustered(self) -> tuple[str, Images, Images]:
+        return self.source.identity, self.source.train, self.source.held_out
 
     def _sources(self) -> dict[str, Images]:
         return {"training": self.source.train, "held-out": self.source.held_out}

@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from src import checkpoint as canonical
+from src import store as stores
 from src.flow import guided, path, velocity
 from src.flow import solver as solver_of
 from src.images import at_least_float32
 from src.latents import Autoencoder
 from src.modules.base import Module
+from src.modules.networks.reference_names import published_dit
 from src.noise import Noise
 from src.objectives import Objective, Velocity, scale
 from src.protocols import Batch
@@ -66,10 +69,45 @@ class Expert(Module):
             )
         self.network, self.optimizer_makers = network, {"network": optimizer}
         self.label_dropout, self.guidance, self.steps = label_dropout, guidance, steps
+        self.images_before = 0  # that published weights had seen, with which the run began
         self.follow, self.decoder = solver_of(solver, eta), decoder
 
     def parallel_networks(self) -> dict[str, nn.Module]:
         return {"network": self.network}
+
+    def start_from(self, start: str) -> bool:
+        """Begin with the newest network of STORE/experts/3, or of another kind (StartsFrom).
+
+        Raises ValueError where there is none, or one of another size or objective.
+        """
+        if start.endswith((".pt", ".pth")):
+            return False
+        place, _, name = start.rstrip("/").rpartition("/")
+        store, _, group = place.rpartition("/")
+        card, rejected = stores.newest(store, f"{group}/{name}")
+        print("".join(f"{line}\n" for line in rejected), end="")
+        if card is None:
+            raise ValueError(f"start={start} has nothing published that can be used; give STORE/experts/NUMBER")
+        if card["objective"]["_target_"].rpartition(".")[2] != type(self.objective).__name__:
+            raise ValueError(
+                f"{start} was trained otherwise; set model.objective={{_target_: {card['objective']['_target_']}}}"
+            )
+        canonical.load_weights(self.network, stores.load(store, card), start)
+        self.images_before = card["images"]
+        print(f"Begins with {start} after {card['images']} images")
+        return True
+
+    def published_state(self, path: str) -> dict:
+        """A published DiT as a checkpoint to draw from, by an objective that its weights fit: src.objectives.DDPM."""
+        weights = {f"network.{name}": value for name, value in published_dit(path, self.network).items()}
+        position = {"images": 0, "batches": 0}
+        return {
+            "weights": self.state_dict() | weights,
+            "optimizers": {},
+            "callbacks": {},
+            "position": position,
+            "metrics": {},
+        }
 
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         return self.turn("network", batch, self._loss)
