@@ -37,6 +37,7 @@ WATCHERS = (
     "health",
     "clusters",
     "publish",
+    "calibration",
 )  # change no weight
 ENGINEERING = ("data.workers", "data.root", "data.cache", "data.val_batch")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.progress import track
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from src.extractors import Extractor
 from src.image_files import image_files, listing, read_image
 from src.images import to_uint8, write_png
 from src.protocols import KnownModes
-from src.results import checkpoint_names, draw, load
+from src.results import checkpoint_names, draw, opened
 from src.run import quieten
 
 
@@ -35,24 +35,26 @@ def evaluate(config: DictConfig) -> None:
     for key, least in (("num", 4), ("reference", 4), ("batch", 1)):
         if config[key] < least:
             raise ValueError(f"{key}={config[key]} is too few; scores need {key} >= {least}")
-    names = checkpoint_names(config.run) if config.checkpoint == "all" else [config.checkpoint]
-    model, state, source = load(config.run, names[0])
-    known = OmegaConf.create(state["config"])
-    data = instantiate(known.data)
+    every = config.checkpoint == "all" and config.get("ensemble") is None
+    names = checkpoint_names(config.run) if every else [config.checkpoint]
+    source = opened(config, names[0])
+    if source.data is None:
+        raise ValueError("name the images that samples are compared with: data=..., such as data=fashion10k")
+    data = instantiate(source.data)
     data.prepare_data()
     data.setup()
     data = getattr(data, "source", data)  # samples of latents are compared with the images that these are of
     held_out = data.held_out.read(slice(0, config.num))
     shown = data.as_seen(held_out[:10000]) if isinstance(data, KnownModes) else None
-    modes = data.modes(Path(config.cache)).to(model.device) if isinstance(data, KnownModes) else None
+    modes = data.modes(Path(config.cache)).to(source.model.device) if isinstance(data, KnownModes) else None
     extractor, real, facts = None, None, {}
     if data.channels in (1, 3):
-        extractor = find_extractor(config.inception, "inception").to(model.device)
+        extractor = find_extractor(config.inception, "inception").to(source.model.device)
         real, facts = _real(config, data, extractor)
         print(f"Features by {extractor.name}, against {facts['real']}", flush=True)
 
     def seen(stored: Tensor) -> Tensor:
-        return data.as_seen(stored.to(model.device))
+        return data.as_seen(stored.to(source.model.device))
 
     @torch.no_grad()
     def judged(batches: Iterable[Tensor]) -> dict[str, float]:
@@ -67,26 +69,26 @@ def evaluate(config: DictConfig) -> None:
             modes.reset()
         return found | (scores(torch.cat(features), real, extractor) if features else {})
 
-    found: dict[str, Any] = {"run": known.name, **facts, "sample_images": config.num, "seed": config.seed}
+    found: dict[str, Any] = {"run": source.name, **facts, "sample_images": config.num, "seed": config.seed}
     parts = track(held_out.split(config.batch), "Held-out images", disable=len(held_out) <= config.batch)
     found |= {"held_out_images": len(held_out), "held_out": judged(map(seen, parts))}
     found["checkpoints"] = {}
     for name in names:
         if name != names[0]:
-            model, state, source = load(config.run, name)
-        images = draw(model, config.seed, torch.arange(config.num), config.batch, None, known.data.classes)
-        found["checkpoints"][source.name] = {"kimg": state["position"]["images"] / 1000} | judged(images)
-        print(_told(source.name, found["checkpoints"][source.name], found["held_out"]), flush=True)
+            source = opened(config, name)
+        images = draw(source.model, config.seed, torch.arange(config.num), config.batch, None, source.classes)
+        found["checkpoints"][source.mark] = {"kimg": source.kimg} | judged(images)
+        print(_told(source.mark, found["checkpoints"][source.mark], found["held_out"]), flush=True)
     metric, sign = (extractor.metric("fid"), 1) if extractor is not None else ("share_within_3_sigma", -1)
     best = min(found["checkpoints"], key=lambda name: sign * found["checkpoints"][name][metric])
     found["best"] = {"checkpoint": best, "metric": metric, "value": found["checkpoints"][best][metric]}
-    _write(Path(config.run) / "metrics.json", lambda part: part.write_text(json.dumps(found, indent=1)))
-    written = {"scores": Path(config.run) / "metrics.json"}
+    _write(source.folder / "metrics.json", lambda part: part.write_text(json.dumps(found, indent=1)))
+    written = {"scores": source.folder / "metrics.json"}
     if modes is not None and modes.picture is not None:
-        written["modes"] = Path(config.run) / "pictures" / f"evaluated_{source.name}.png"
+        written["modes"] = source.folder / "pictures" / f"evaluated_{source.mark}.png"
         write_png(written["modes"], modes.picture)
     if len(names) > 1:
-        written["curves"] = Path(config.run) / "pictures" / "evaluation.png"
+        written["curves"] = source.folder / "pictures" / "evaluation.png"
         _write(written["curves"], lambda part: _draw_curves(found, part))
         print(f"best by {metric}: {best} with {found['best']['value']:.4g}")
     print("".join(f"{what:7} {path}\n" for what, path in written.items()), end="")

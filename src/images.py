@@ -20,6 +20,15 @@ def to_uint8(images: Tensor) -> Tensor:
     return ((images.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
+def coloured(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Images (n, c, h, w) shifted and scaled so that over all of them each channel has this mean and standard
+    deviation (c,), in [-1, 1]: against a cast or a contrast that samples share."""
+    dims, column = (0, 2, 3), (1, -1, 1, 1)
+    away = images - images.mean(dims).view(column)
+    scaled = away / images.std(dims).clamp(min=1e-6).view(column) * std.to(images).view(column)
+    return (scaled + mean.to(images).view(column)).clamp(-1, 1)
+
+
 def grid(images: Tensor, columns: int = 8) -> Tensor:
     """Images (n, c, h, w) in [-1, 1] side by side, `columns` in a row: one picture (c, H, W) in [-1, 1]."""
     return make_grid(images.float(), nrow=columns, padding=2, pad_value=1.0)[: images.shape[1]]

@@ -51,6 +51,14 @@ class Pictures(Protocol):
 
 
 @runtime_checkable
+class Reports(Protocol):
+    """A model with something to tell once it has drawn images."""
+
+    def report(self) -> str:
+        """For people, in a line or a few."""
+
+
+@runtime_checkable
 class Parallel(Protocol):
     """What a strategy needs of a module; modules never see wrappers."""
 

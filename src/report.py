@@ -27,10 +27,13 @@ def summary(folder: Path, overrides: list[str]) -> str:
     others = [word for word in overrides if not word.startswith("seed=")]
     again = shlex.join([*others, f"seed={max(seeds, default=0) + 1}"])
     lines += ["", "Next:"]
-    if "modes" not in newest:  # points are no images
+    if (folder / "router.png").exists():
+        lines.append("  .venv/bin/python sample.py experiment=paris  # once experts are published as well")
+    elif "modes" not in newest:  # points are no images
         lines.append(f"  .venv/bin/python sample.py run={folder}    # more samples")
+    if not (folder / "router.png").exists():
+        lines.append(f"  .venv/bin/python evaluate.py run={folder}  # its distances, with more images")
     lines += [
-        f"  .venv/bin/python evaluate.py run={folder}  # its distances, with more images",
         f"  .venv/bin/python train.py {again}  # from another seed; any changed setting has a folder of its own",
     ]
     return "\n".join(lines)

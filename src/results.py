@@ -2,43 +2,92 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import track
 from safetensors.torch import save_file
 from torch import Tensor
 
 from src import checkpoint as canonical
-from src.images import grid, write_png
+from src.image_files import image_files, read_image
+from src.images import coloured, grid, write_png
 from src.noise import Noise
 from src.partitioning import partition
+from src.protocols import Generative, Reports
 from src.run import build_model
 
 
-def sample(config: DictConfig) -> None:
-    """Draw images from a run: one picture of them all, and a file for each where `files` is set."""
-    model, state, source = load(config.run, config.checkpoint)
+class Source(NamedTuple):
+    """What a command draws from: a run, or an ensemble of published experts."""
+
+    model: Any
+    name: str  # for people
+    mark: str  # of its files
+    folder: Path
+    data: DictConfig | None  # its images
+    channels: int
+    classes: int  # of labels that can be asked for; 0 where there are none
+    kimg: float  # that its networks have seen
+
+
+def opened(config: DictConfig, checkpoint: str) -> Source:
+    """The model that sample.py and evaluate.py were asked for. Raises ValueError where there is none."""
+    if config.get("ensemble") is not None:
+        if config.run is not None or checkpoint == "all":
+            raise ValueError("an ensemble is made of published experts: leave run= and checkpoint= out")
+        model, name = instantiate(config.model), Path(config.folder).name
+        kimg = sum(card["images"] for card in model.experts.cards if card) / 1000
+        data = config.get("data")
+        return Source(model, name, name, Path(config.folder), data, model.channels, model.classes, kimg)
+    model, state, source = load(config.run, checkpoint)
     known = OmegaConf.create(state["config"])
-    if known.data.channels not in (1, 3):
-        raise ValueError(f"{known.name} draws points, not images; look at them with evaluate.py run={config.run}")
-    labels = config.label
-    if labels is not None and not any(getattr(net, "classes", 0) for net in model.parallel_networks().values()):
-        raise ValueError(f"label={labels} cannot be asked for: {known.name} was trained without labels")
-    if labels is not None and not 0 <= labels < known.data.classes:
-        raise ValueError(f"label={labels} is none of the {known.data.classes} classes of {known.name}")
-    numbers = torch.arange(config.first, config.first + config.num)
-    folder = Path(config.out or Path(config.run) / "samples")
-    images = torch.cat(list(draw(model, config.seed, numbers, config.batch, labels, known.data.classes)))
-    picture = folder / f"{source.name}_s{config.seed}_{config.first}-{config.first + config.num - 1}.png"
+    if not isinstance(model, Generative):
+        raise ValueError(f"{known.name} draws no images: it is the router of an ensemble, experiment=paris")
+    asks = any(getattr(net, "classes", 0) for net in model.parallel_networks().values())
+    data, kimg = known.data, state["position"]["images"] / 1000
+    classes = data.classes if asks else 0
+    return Source(model, known.name, source.name, Path(config.run), data, data.channels, classes, kimg)
+
+
+def sample(config: DictConfig) -> None:
+    """Draw images: one picture of them all, and a file for each where `files` is set."""
+    source = opened(config, config.checkpoint)
+    if source.channels not in (1, 3):
+        raise ValueError(f"{source.name} draws points, not images; look at them with evaluate.py run={config.run}")
+    if config.label is not None and not source.classes:
+        raise ValueError(f"label={config.label} cannot be asked for: {source.name} was trained without labels")
+    if config.label is not None and not 0 <= config.label < source.classes:
+        raise ValueError(f"label={config.label} is none of the {source.classes} classes of {source.name}")
+    numbers, began = torch.arange(config.first, config.first + config.num), time.monotonic()
+    images = torch.cat(list(draw(source.model, config.seed, numbers, config.batch, config.label, source.classes)))
+    seconds = (time.monotonic() - began) / config.num
+    if config.colours is not None:
+        images = coloured(images, *_colours(config.colours, images))
+    folder = Path(config.out or source.folder / "samples")
+    picture = folder / f"{source.mark}_s{config.seed}_{config.first}-{config.first + config.num - 1}.png"
     write_png(picture, grid(images, columns=max(1, round(config.num**0.5))))
     if config.files:
         for number, image in zip(numbers.tolist(), images, strict=True):
             write_png(folder / "images" / f"{number:06d}.png", image)
-    print(f"{config.num} samples of {source}: {picture}")
+    if isinstance(source.model, Reports):
+        print(source.model.report())
+    print(f"{config.num} samples of {source.name}, {seconds:.3g} s each: {picture}")
+
+
+def _colours(folder: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel over the images in a folder, in the size of the samples."""
+    if not (files := image_files(Path(folder))):
+        raise ValueError(f"colours={folder} is no folder of images")
+    read = np.stack([read_image(file, like.shape[1], like.shape[2]) for file in files])
+    pixels = torch.from_numpy(read).float() / 127.5 - 1
+    return pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))
 
 
 def prepare(config: DictConfig) -> None:

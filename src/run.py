@@ -107,6 +107,11 @@ def _trainer(config: DictConfig):
 
 
 def _check(config: DictConfig) -> None:
+    if config.get("ensemble") is not None:
+        raise ValueError(
+            "an ensemble is drawn from, not trained: python sample.py experiment=paris; what it is made of trains with "
+            "experiment=paris_expert and experiment=paris_router"
+        )
     for key in ("batch", "seed", "micro_batch"):
         if config[key] is not None and type(config[key]) is not int:
             raise ValueError(f"{key}={config[key]} must be a whole number")

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 import safetensors.torch
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from hydra.utils import instantiate
 from safetensors import SafetensorError, safe_open
@@ -89,6 +90,15 @@ def kinds(store: str, group: str) -> list[str]:
     return [f"{group}/{name}" for name in sorted(found, key=lambda name: (not name.isdigit(), name.zfill(9)))]
 
 
+def state(store: str, kind: str) -> str:
+    """What changes whenever a file of this kind does, without reading it; "" where there is none."""
+    files, folder = _place(store, kind)
+    if not files.exists(folder):
+        return ""
+    files.invalidate_cache(folder)
+    return str(sorted(str(sorted(file.items(), key=str)) for file in files.ls(folder, detail=True)))
+
+
 def built(node: Mapping[str, Any]) -> Any:
     """The network or objective that a card describes. Raises ValueError for one that asks for anything else."""
     _require_ours(node)
@@ -97,7 +107,8 @@ def built(node: Mapping[str, Any]) -> Any:
 
 def network_of(store: str, card: Mapping[str, Any]) -> nn.Module:
     """A card's network with its weights, in memory of its own. Raises ValueError where they do not fit one another."""
-    network = built(card["network"])
+    with torch.random.fork_rng(devices=[]):  # weights are drawn to be replaced
+        network = built(card["network"])
     try:
         network.load_state_dict(load(store, card))
     except RuntimeError as error:

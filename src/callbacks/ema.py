@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from src.discrete import copy_row
 from src.engine import engine_of
-from src.protocols import Generative
 
 
 class EMA(Callback):
@@ -48,7 +47,7 @@ class EMA(Callback):
         self.swapped = False
 
     def setup(self, trainer, module, stage):
-        if not isinstance(module, Generative):
+        if not getattr(module, "averaged", ()):
             raise ValueError(f"{type(module).__name__} does not say which networks are averaged; use ~callbacks.ema")
 
     def on_fit_start(self, trainer, module):

@@ -192,11 +192,17 @@ class DiT(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """Noisy images (n, c, h, w), times of 0 to 1000 (n,), labels 0..classes (n,) -> (n, c or 2 c, h, w)."""
+        return self._image(self.head(self._read(x, t, labels))).to(x.dtype)  # also under autocast
+
+    def _read(self, x: Tensor, t: Tensor, labels: Tensor | None, token: Tensor | None = None) -> Tensor:
+        """What the head reads, (n, l, d): a vector for each patch, after that of a `token` (d,) where one is given."""
         condition = self.time_embedding(t)
         label_emb = embed_labels(self.label_embedding, labels)
         condition = F.silu(condition if label_emb is None else condition + label_emb)  # (n, d)
 
         h = self.stem(x).flatten(2).mT + self.positions  # (n, l, d)
+        if token is not None:
+            h = torch.cat([token.to(h.dtype).expand(len(h), 1, -1), h], dim=1)
         of_blocks = condition if self.modulation is None else self.modulation(condition)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -204,7 +210,7 @@ class DiT(nn.Module):
             else:
                 h = block(h, of_blocks)
         shift, scale = self.head_modulation(condition)[:, None].chunk(2, dim=2)
-        return self._image(self.head(modulated(h, shift, scale))).to(x.dtype)  # also under autocast
+        return modulated(h, shift, scale)
 
     def shard_units(self) -> list[nn.Module]:
         """The blocks in the order in which they run: what may be sharded or checkpointed."""
