@@ -90,7 +90,10 @@ def curve(case: str, variant: str, steps: int) -> list[float]:
     import numpy as np
     import torch
 
+    from src.modules.networks import dit
+
     torch.set_num_threads(1)
+    attend = dit.attend
     channels, resolution, batch = CASES[case]
     step = build(case, variant)
     name = "fashion10k" if channels == 1 else "emoji32"
@@ -100,7 +103,9 @@ def curve(case: str, variant: str, steps: int) -> list[float]:
     assert images.shape[1:] == (channels, resolution, resolution)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     rows = [order[torch.arange(n * batch, (n + 1) * batch) % len(order)] for n in range(steps)]
-    return [step(images[chosen].float() / 127.5 - 1, n * batch) for n, chosen in enumerate(rows)]
+    losses = [step(images[chosen].float() / 127.5 - 1, n * batch) for n, chosen in enumerate(rows)]
+    dit.attend = attend
+    return losses
 
 
 def build(case: str, variant: str):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from rich.console import Console
 from torch import Tensor
 
 from src import partition_files as files
@@ -128,13 +129,14 @@ class Partition:
         if not 0 <= bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds={list(bounds)} must be a share of the mean up to 1, and one from 1")
         found = features.fit(train.read, len(train))(train.read, len(train))
-        centroids, coarse = two_stage(found, fine, clusters, seed)
-        near = nearest(found, centroids)
-        labels = coarse[near]
-        if BALANCE[balance] is not None:
-            mean = len(found) / clusters
-            low, high = int(np.floor(bounds[0] * mean)), int(np.ceil(bounds[1] * mean))
-            labels = BALANCE[balance](costs(found, centroids, coarse, clusters), low, high).astype(np.int16)
+        with Console().status(f"Clustering {len(found)} images"):
+            centroids, coarse = two_stage(found, fine, clusters, seed)
+            near = nearest(found, centroids)
+            labels = coarse[near]
+            if BALANCE[balance] is not None:
+                mean = len(found) / clusters
+                low, high = int(np.floor(bounds[0] * mean)), int(np.ceil(bounds[1] * mean))
+                labels = BALANCE[balance](costs(found, centroids, coarse, clusters), low, high).astype(np.int16)
         if len(missing := set(range(clusters)) - set(labels.tolist())):
             raise ValueError(f"cluster {min(missing)} would have no images: choose fewer clusters, or balance=capacity")
         arrays = {"labels": labels, "fine": near, "centroids": centroids, "coarse": coarse}
