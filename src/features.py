@@ -25,7 +25,7 @@ class Features:
     """Images -> (n, d) float32, d <= 64: principal components, fitted once and then kept with a partition.
 
     Args:
-        kind: pixels, efflite0 (the offline extractor) or dino (DINOv2 through transformers).
+        kind: pixels, efflite0 (the offline extractor), dino (DINOv2 through transformers), or chance, to compare with.
         dino: folder of DINOv2 as transformers saves it; nothing is downloaded.
         mean, components: (D,) and (d, D), once fitted.
     """
@@ -118,7 +118,17 @@ def dinov2(dino: str | None) -> Callable[[Tensor], Tensor]:
     return raw
 
 
-KINDS = {"pixels": pixels, "efflite0": efflite0, "dino": dinov2}
+def chance(dino: str | None) -> Callable[[Tensor], Tensor]:
+    """Two numbers in [0, 1) that say nothing of an image but which one it is."""
+
+    def raw(images: Tensor) -> Tensor:
+        digests = b"".join(hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=8).digest() for image in images)
+        return torch.from_numpy(np.frombuffer(digests, np.uint32).reshape(-1, 2) / 2**32)
+
+    return raw
+
+
+KINDS = {"pixels": pixels, "efflite0": efflite0, "dino": dinov2, "chance": chance}
 
 
 def _colour(images: Tensor, kind: str) -> Tensor:
