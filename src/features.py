@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import track
+from safetensors import SafetensorError
 from torch import Tensor
 
 from src.extractors import EffNetLite0
@@ -24,7 +25,7 @@ class Features:
     """Images -> (n, d) float32, d <= 64: principal components, fitted once and then kept with a partition.
 
     Args:
-        kind: pixels, efflite0 (the offline extractor) or dino (DINOv2 through transformers).
+        kind: pixels, efflite0 (the offline extractor), dino (DINOv2 through transformers), or chance, to compare with.
         dino: folder of DINOv2 as transformers saves it; nothing is downloaded.
         mean, components: (D,) and (d, D), once fitted.
     """
@@ -56,7 +57,7 @@ class Features:
 
         step = -(-count // FITTED_ON)
         raw = np.concatenate(list(self._batches(lambda rows: read(slice(rows.start, rows.stop, step)), count, step)))
-        found = PCA(min(COMPONENTS, *raw.shape), svd_solver="covariance_eigh").fit(raw)
+        found = PCA(min(COMPONENTS, *raw.shape), random_state=0).fit(raw)
         self.mean, self.components = found.mean_.astype(np.float32), found.components_.astype(np.float32)
         return self
 
@@ -103,7 +104,7 @@ def dinov2(dino: str | None) -> Callable[[Tensor], Tensor]:
         raise ValueError("features=dino needs transformers: pip install -e '.[dino]'") from error
     try:
         network = AutoModel.from_pretrained(dino, local_files_only=True).eval().requires_grad_(False).to(_device())
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"dino={dino} cannot be loaded ({str(error).splitlines()[0]})") from error
     size = DINO_SIZE // network.config.patch_size * network.config.patch_size
     first = 1 + getattr(network.config, "num_register_tokens", 0)  # patches come after the class token and registers
@@ -117,7 +118,17 @@ def dinov2(dino: str | None) -> Callable[[Tensor], Tensor]:
     return raw
 
 
-KINDS = {"pixels": pixels, "efflite0": efflite0, "dino": dinov2}
+def chance(dino: str | None) -> Callable[[Tensor], Tensor]:
+    """Two numbers in [0, 1) that say nothing of an image but which one it is."""
+
+    def raw(images: Tensor) -> Tensor:
+        digests = b"".join(hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=8).digest() for image in images)
+        return torch.from_numpy(np.frombuffer(digests, np.uint32).reshape(-1, 2) / 2**32)
+
+    return raw
+
+
+KINDS = {"pixels": pixels, "efflite0": efflite0, "dino": dinov2, "chance": chance}
 
 
 def _colour(images: Tensor, kind: str) -> Tensor:

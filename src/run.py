@@ -62,6 +62,8 @@ def train(config: DictConfig) -> None:
         data.check_split(engine_of(trainer).share(trainer)[1], config.micro_batch)
         if not supervising:
             if _is_main():
+                if config.trainer.precision.startswith("bf16") and _emulates_bf16(trainer):
+                    print("this CPU only emulates bfloat16, which is slow: trainer.precision=32-true is faster on it")
                 images = f"{len(data.train)} training images{elastic.restarts()}"
                 print(f"{config.name}: {model.describe()}, {images}", flush=True)
             trainer.fit(model, data)
@@ -73,6 +75,13 @@ def train(config: DictConfig) -> None:
         count, nodes = trainer.num_devices, trainer.num_nodes
     del data, model, trainer  # which have shown that nothing is amiss
     elastic.supervise(count, nodes, launcher.max_restarts, launcher.grace_seconds, config.name)
+
+
+def _emulates_bf16(trainer) -> bool:
+    """Whether training runs on a CPU that is known to have no instructions for products of bfloat16."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    there = known.get("avx512_bf16") or known.get("amx_bf16")
+    return trainer.strategy.root_device.type == "cpu" and known.get("architecture") == "x86_64" and not there
 
 
 def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float]) -> None:

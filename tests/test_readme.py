@@ -56,3 +56,11 @@ def test_the_comparing_command_of_the_readme_works(tmp_path):
     done = run_command(*(w.replace("runs/*", f"{tmp_path}/*") for w in shlex.split(command)[1:]))
     assert done.returncode == 0 and "expert-fashion10k-single-s0-" in done.stdout, done.stderr
     assert (tmp_path / "compare.html").exists()
+
+
+@pytest.mark.slow
+def test_the_partitioning_command_of_the_readme_works(tmp_path):
+    (command,) = [c for c in COMMANDS if "task=partition" in c]
+    done = run_command(*shlex.split(command)[1:], "fine=32", f"store={tmp_path}")
+    assert done.returncode == 0 and "9000 images in 8 clusters" in done.stdout, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["partition.json", "partition.npz", "partition.png"]

@@ -358,6 +358,7 @@ def test_processes_that_do_not_all_come_are_told(tmp_path):
     assert done.returncode == 1 and "process 0 waited for 2 processes at 127.0.0.1" in done.stderr, done.stderr
     assert "start every node with the same trainer.devices" in done.stderr and "Traceback" not in done.stderr
 
+
 COLUMNS = {"ddn": "DDN", "ddgan": "DDGAN", "expert": "expert"}
 TABLE = re.compile(r"^\| `strategy=` .*?\n(?=\n)", re.M | re.S)
 
