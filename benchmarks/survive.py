@@ -140,7 +140,8 @@ class Run:
         """Against the same command without an agent, which nothing happens to."""
         peace = self.folder / "peace"
         command = self._command(peace, "launcher=local")
-        subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
         ours, theirs = (tensors(next(place.glob("runs/*/checkpoints"))) for place in (self.folder, peace))
         assert ours.keys() == theirs.keys()
         worst = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
