@@ -64,7 +64,7 @@ def calculated(link: str, processes: int, parameters: float, step: float, batch:
     """Shares of computing, and megabytes that a process sends for each of its images."""
     if link not in LINKS:
         return {}
-    waits = seconds_on(link, processes, 4 * parameters, math.ceil(4 * parameters / bucket))
+    waits = seconds_on(link, processes, 4 * parameters, max(1, math.ceil(4 * parameters / bucket)))
     return {
         "link_s": waits,
         "share_without_overlap": step / (step + waits),

@@ -85,7 +85,7 @@ def _begun(config: DictConfig, model, checkpoints: Path) -> bool:
     canonical.write(folder, state, code_stamp(list(HydraConfig.get().overrides.task)))
     if state["optimizers"]:
         return True
-    print(f"{config.start} holds a generator alone; draw with it: python sample.py run={checkpoints.parent}")
+    print(f"{config.start} holds weights alone; draw with them: python sample.py run={checkpoints.parent}")
     return False
 
 

@@ -17,6 +17,7 @@ from src.datamodules.base import ImageData
 from src.flow import TIME_SCALE, ddim, euler, guided, heun, path, times, velocity
 from src.modules.expert import Expert
 from src.modules.networks.dit import DiT
+from src.modules.networks.reference_names import dit_state
 from src.noise import Noise
 from src.report import read_log
 from src.results import draw, load
@@ -368,3 +369,39 @@ def test_the_recipe_is_a_small_unconditional_transformer(composed):
     assert sum(p.numel() for p in model.parameters()) == 1_867_664
     (optimizer,) = model.configure_optimizers()
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+# A published DiT
+
+
+def test_a_published_dit_is_imported_and_drawn_from(composed, tmp_path, capsys):
+    """DDIM as its paper has it, with the recorded network of the reference, guided, in latents that nothing decodes."""
+    case = torch.load(Path(__file__).parent / "golden" / "dit_tiny.pt", weights_only=True)
+    torch.save(case["state"], tmp_path / "DiT.pt")
+    c = case["config"]
+    sizes = dict(channels=4, resolution=8, patch=2, width=c["hidden_size"], depth=2, heads=c["num_heads"], classes=10)
+    words = [f"model.network.{key}={value}" for key, value in sizes.items()]
+    words += ["experiment=dit_imagenet256", "logger=[csv]", "data.classes=10", "model.decoder=null", "model.steps=5"]
+    config = composed(*words, f"start={tmp_path / 'DiT.pt'}", "model.solver=ddim", "batch=8")
+    train(config)
+    folder = config.paths.run
+    assert f"draw with them: python sample.py run={folder}" in capsys.readouterr().out
+    model, _, _ = load(folder, "newest")
+    model = model.cpu()
+    labels, noise = torch.tensor([3, 7]), Noise(1, torch.arange(2))
+
+    network = DiT(**sizes, learn_sigma=True).eval()
+    network.load_state_dict(dit_state(case["state"], network))
+    alphas_bar = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0).float()
+    x, indices = noise.normal("sample/x", 4, 8, 8), [999, 749, 500, 250, 0]
+    with torch.no_grad():
+        for i, i_next in zip(indices, [*indices[1:], None], strict=True):
+            a, a_next = alphas_bar[i], torch.ones(()) if i_next is None else alphas_bar[i_next]
+            time = torch.full((2,), float(i))
+            c, u = (network(x, time, y)[:, :4] for y in (labels, torch.full((2,), 10)))
+            noise_found = u + 1.5 * (c - u)
+            x_0 = (x - (1 - a).sqrt() * noise_found) / a.sqrt()
+            x = a_next.sqrt() * x_0 + (1 - a_next).sqrt() * noise_found
+    drawn = model.sample(noise, labels)
+    assert (x.clamp(-1, 1) - x).abs().max() > 0 and drawn.abs().max() <= 1
+    torch.testing.assert_close(drawn, x.clamp(-1, 1), rtol=0, atol=5e-3)

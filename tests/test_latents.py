@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from test_expert import TINY
 
+from src.evaluation import evaluate
 from src.latents import Autoencoder
 from src.noise import Noise
 from src.run import train
@@ -92,6 +93,16 @@ def test_a_run_on_latents_encodes_once_and_draws_images(autoencoder, images, com
         data.normalisation == "uint8 / 127.5 - 1, encoded"
         and data.train.labels.tolist() == data.source.train.labels.tolist()
     )
+
+
+def test_scores_of_latents_are_those_of_images(autoencoder, images, composed, tmp_path):
+    config = composed(*words(autoencoder, images))
+    train(config)
+    options = ["num=4", "reference=16", f"cache={tmp_path / 'cache'}"]
+    evaluate(composed(f"run={config.paths.run}", *options, command="evaluate"))
+    found = json.loads((Path(config.paths.run) / "metrics.json").read_text())
+    assert found["real"] == "the first 16 training images" and found["held_out_images"] == 4
+    assert 0 < found["held_out"]["fd_efflite0"] < found["best"]["value"]  # real images are nearer than samples
 
 
 def test_a_model_of_latents_saves_no_autoencoder_and_clips_images_alone(autoencoder, images, composed):

@@ -4,15 +4,12 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
-import sys
 from copy import deepcopy
 
 import pytest
 import torch
 
 from src import store as stores
-from src.config import ROOT
 from src.contract import contract, require_same
 from src.modules.networks.dit import DiT
 
@@ -121,18 +118,22 @@ def test_a_card_without_a_hash_is_passed_over(tmp_path):
 def test_a_publisher_that_is_killed_leaves_the_older_one(tmp_path):
     """It dies before each of the two renames in turn."""
     stores.publish(str(tmp_path), "router", 1, tensors(1.0), {})
-    program = (
-        "import os, sys, torch\nfrom src import store\nleft = int(sys.argv[2])\nreplace = os.replace\n"
-        "def dies(*paths):\n    global left\n    left -= 1\n    if left < 0: os._exit(9)\n    replace(*paths)\n"
-        "os.replace = dies\nstore.publish(sys.argv[1], 'router', 2, {'a': torch.zeros(3)}, {})\n"
-    )
     for renames in (0, 1):
-        words = [sys.executable, "-c", program, str(tmp_path), str(renames)]
-        assert subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 9
+        if not (child := os.fork()):
+            _die_after(renames)
+            stores.publish(str(tmp_path), "router", 2, tensors(2.0), {})
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         card, rejected = stores.newest(str(tmp_path), "router")
         assert (card["images"], rejected) == (1, [])
     stores.publish(str(tmp_path), "router", 2, tensors(2.0), {})
     assert stores.newest(str(tmp_path), "router")[0]["images"] == 2
+
+
+def _die_after(renames: int) -> None:
+    """End this process instead of the rename after so many."""
+    left, replace = iter(range(renames)), os.replace
+    os.replace = lambda *paths: os._exit(9) if next(left, None) is None else replace(*paths)
 
 
 def test_mapped_weights_outlive_their_file_and_take_no_memory_of_their_own(tmp_path):

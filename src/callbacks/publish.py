@@ -4,6 +4,7 @@ from lightning import Callback
 
 from src import store as stores
 from src.contract import contract_of, require_same
+from src.engine import engine_of
 from src.protocols import Described
 
 
@@ -63,10 +64,11 @@ class Publish(Callback):
         if images == self.published or not (last or images - self.published >= self.every_kimg * 1000):
             return
         self.published = images
+        weights, (name,) = engine_of(trainer).weights(module), module.parallel_networks()  # by all processes together
         if trainer.is_global_zero:
-            (network,) = module.parallel_networks().values()
+            tensors = {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(f"{name}.")}
             card = self._card(trainer, module)
-            stores.publish(self.store, self.kind, self.before + images, network.state_dict(), card, self.keep)
+            stores.publish(self.store, self.kind, self.before + images, tensors, card, self.keep)
             if last:
                 print(f"Published after {self.before + images} images: {self.store}/{self.kind}", flush=True)
 

@@ -98,16 +98,10 @@ class Expert(Module):
         return True
 
     def published_state(self, path: str) -> dict:
-        """A published DiT as a checkpoint to draw from, by an objective that its weights fit: src.objectives.DDPM."""
+        """A published DiT (its objective is DDPM) as a checkpoint to draw from."""
         weights = {f"network.{name}": value for name, value in published_dit(path, self.network).items()}
-        position = {"images": 0, "batches": 0}
-        return {
-            "weights": self.state_dict() | weights,
-            "optimizers": {},
-            "callbacks": {},
-            "position": position,
-            "metrics": {},
-        }
+        state = {"optimizers": {}, "callbacks": {}, "metrics": {}, "position": {"images": 0, "batches": 0}}
+        return state | {"weights": self.state_dict() | weights}
 
     def learn(self, batch: Batch) -> dict[str, Tensor]:
         return self.turn("network", batch, self._loss)
