@@ -82,7 +82,10 @@ def sinkhorn(cost: np.ndarray, low: int, high: int) -> np.ndarray:
     The sizes are the plain ones, moved into the bounds; rows then choose by cost and price, as in `capacity`.
     """
     k = cost.shape[1]
-    sizes = _within(np.bincount(cost.argmin(1), minlength=k), low, high)
+    plain = np.bincount(cost.argmin(1), minlength=k)
+    if low <= plain.min() and plain.max() <= high:
+        return cost.argmin(1)
+    sizes = _within(plain, low, high)
     scaled = cost / (EPSILON * cost.mean())
     price = np.zeros(k)
     for _ in range(ROUNDS):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import track
+from safetensors import SafetensorError
 from torch import Tensor
 
 from src.extractors import EffNetLite0
@@ -56,7 +57,7 @@ class Features:
 
         step = -(-count // FITTED_ON)
         raw = np.concatenate(list(self._batches(lambda rows: read(slice(rows.start, rows.stop, step)), count, step)))
-        found = PCA(min(COMPONENTS, *raw.shape), svd_solver="covariance_eigh").fit(raw)
+        found = PCA(min(COMPONENTS, *raw.shape), random_state=0).fit(raw)
         self.mean, self.components = found.mean_.astype(np.float32), found.components_.astype(np.float32)
         return self
 
@@ -103,7 +104,7 @@ def dinov2(dino: str | None) -> Callable[[Tensor], Tensor]:
         raise ValueError("features=dino needs transformers: pip install -e '.[dino]'") from error
     try:
         network = AutoModel.from_pretrained(dino, local_files_only=True).eval().requires_grad_(False).to(_device())
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"dino={dino} cannot be loaded ({str(error).splitlines()[0]})") from error
     size = DINO_SIZE // network.config.patch_size * network.config.patch_size
     first = 1 + getattr(network.config, "num_register_tokens", 0)  # patches come after the class token and registers

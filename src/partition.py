@@ -1,25 +1,21 @@
 """Which expert each image belongs to: clusters of a data set, kept in a store as files that can be verified.
 
-`partition.npz` has labels, centroids and the features' components; `partition.json`, written last, says what they are
-and their hashes. The first partition's hash is the `base` that everything trained on it refers to: images assigned
-later, and clusters added later, are files of their own and leave it as it is.
+The first partition's hash is the `base` that everything trained on it refers to: images assigned later, and clusters
+added later, are files of their own and leave it as it is.
 """
 
 import hashlib
-import io
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from rich.console import Console
 from torch import Tensor
 
-from src import store as files
+from src import partition_files as files
 from src.clustering import BALANCE, costs, imbalance, nearest, two_stage
 from src.features import Features
 
-CARD, FIRST = "partition.json", "partition.npz"
-SCHEMA = 1
 CHECKED, ROUNDING = 64, 2  # images that are assigned again on load, and how many may differ for rounding's sake
 
 
@@ -133,22 +129,23 @@ class Partition:
         if not 0 <= bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds={list(bounds)} must be a share of the mean up to 1, and one from 1")
         found = features.fit(train.read, len(train))(train.read, len(train))
-        centroids, coarse = two_stage(found, fine, clusters, seed)
-        near = nearest(found, centroids)
-        labels = coarse[near]
-        if BALANCE[balance] is not None:
-            mean = len(found) / clusters
-            low, high = int(np.floor(bounds[0] * mean)), int(np.ceil(bounds[1] * mean))
-            labels = BALANCE[balance](costs(found, centroids, coarse, clusters), low, high).astype(np.int16)
+        with Console().status(f"Clustering {len(found)} images"):
+            centroids, coarse = two_stage(found, fine, clusters, seed)
+            near = nearest(found, centroids)
+            labels = coarse[near]
+            if BALANCE[balance] is not None:
+                mean = len(found) / clusters
+                low, high = int(np.floor(bounds[0] * mean)), int(np.ceil(bounds[1] * mean))
+                labels = BALANCE[balance](costs(found, centroids, coarse, clusters), low, high).astype(np.int16)
         if len(missing := set(range(clusters)) - set(labels.tolist())):
             raise ValueError(f"cluster {min(missing)} would have no images: choose fewer clusters, or balance=capacity")
         arrays = {"labels": labels, "fine": near, "centroids": centroids, "coarse": coarse}
         arrays |= {"mean": features.mean, "components": features.components}
-        card = {"schema": SCHEMA, "base": "", "clusters": clusters, "features": features.id, "seed": seed}
+        card = {"schema": files.SCHEMA, "base": "", "clusters": clusters, "features": features.id, "seed": seed}
         card |= {"kind": features.kind, "dino": features.dino, "balance": balance, "bounds": list(bounds), "sets": []}
         made = cls(card, {identity: arrays}, features)
         arrays["held_out"] = made.assign(held_out)
-        card["sets"].append(made._described(identity, train, held_out, FIRST))
+        card["sets"].append(made._described(identity, train, held_out, files.FIRST))
         made.card["base"] = made.card["sets"][0]["sha256"]
         return made
 
@@ -185,41 +182,19 @@ class Partition:
             "imbalance": imbalance(sizes),
             "centroids": len(self.centroids()[0]),
             "file": file,
-            "sha256": hashlib.sha256(_packed(self.arrays[identity])).hexdigest(),
+            "sha256": hashlib.sha256(files.packed(self.arrays[identity])).hexdigest(),
         }
 
     def save(self, store: str) -> None:
-        """Write the arrays of the newest data set, and then the card."""
-        newest = self.card["sets"][-1]
-        files.put(store, newest["file"], _packed(self.arrays[newest["data"]]))
-        files.put(store, CARD, json.dumps(self.card, indent=1).encode())
+        """Write the newest data set's arrays, and then the card."""
+        files.write(store, self.card, self.arrays[self.card["sets"][-1]["data"]])
 
     @classmethod
     def load(cls, store: str) -> "Partition":
         """The partition of a store. Raises ValueError where there is none, or its files are not what its card says."""
-        try:
-            card = json.loads(files.get(store, CARD))
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{store} has no {CARD}; make one with python prepare.py task=partition data=... store={store}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{store}/{CARD} cannot be read ({error})") from error
-        if card.get("schema") != SCHEMA:
-            raise ValueError(f"{store}/{CARD} is of schema {card.get('schema')}, not {SCHEMA}; make another partition")
-        arrays = {known["data"]: _checked(store, known, card["clusters"]) for known in card["sets"]}
+        card, arrays = files.read(store)
         first = arrays[card["sets"][0]["data"]]
-        if card["base"] != card["sets"][0]["sha256"]:
-            raise ValueError(f"{store}/{CARD} has a base that is not the hash of {FIRST}; make another partition")
         return cls(card, arrays, Features(card["kind"], card["dino"], first["mean"], first["components"]))
-
-
-def exists(store: str) -> bool:
-    """Whether a store has a partition."""
-    try:
-        return bool(files.get(store, CARD))
-    except FileNotFoundError:
-        return False
 
 
 def order(images: Readable) -> str:
@@ -228,27 +203,3 @@ def order(images: Readable) -> str:
         images.read(slice(i, min(i + 1024, len(images)))).double().sum((1, 2, 3)) for i in range(0, len(images), 1024)
     ]
     return hashlib.sha256(b"".join(part.numpy().tobytes() for part in sums)).hexdigest()
-
-
-def _packed(arrays: dict[str, np.ndarray]) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, **{key: arrays[key] for key in sorted(arrays)})  # without a clock in it: equal arrays, equal bytes
-    return buffer.getvalue()
-
-
-def _checked(store: str, known: dict[str, Any], clusters: int) -> dict[str, np.ndarray]:
-    """The arrays of a data set, which have to be what the card says."""
-    name = f"{store}/{known['file']}"
-    try:
-        data = files.get(store, known["file"])
-    except FileNotFoundError as error:
-        raise ValueError(f"{name} is missing; make another partition") from error
-    if hashlib.sha256(data).hexdigest() != known["sha256"]:
-        raise ValueError(f"{name} does not have the hash of {CARD}: it is damaged or another's; make another partition")
-    with np.load(io.BytesIO(data)) as file:
-        arrays = dict(file)
-    sizes = np.bincount(arrays["labels"], minlength=len(known["sizes"]))
-    shapes = len(arrays["labels"]) == len(arrays["fine"]) == known["images"]
-    if not shapes or sizes.tolist() != known["sizes"] or abs(imbalance(sizes) - known["imbalance"]) > 1e-9:
-        raise ValueError(f"{name} has other sizes than {CARD} says; make another partition")
-    return arrays

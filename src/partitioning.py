@@ -8,10 +8,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
 
-from src import store as files
 from src.features import Features
 from src.images import grid, png
-from src.partition import CARD, Partition, exists
+from src.partition import Partition
+from src.partition_files import CARD, exists
+from src.store import put
 
 LIMIT, EXAMPLES = 0.15, 16
 LATER = {None: "", "assign": "assigned", "new": "a cluster of their own"}
@@ -44,7 +45,7 @@ def partition(config: DictConfig) -> None:
         made.save(config.store)
     picture = Path(known["file"]).with_suffix(".png").name
     if data.channels in (1, 3):
-        files.put(config.store, picture, png(sheet(data, labels, made.clusters)))
+        put(config.store, picture, png(sheet(data, labels, made.clusters)))
     _, coarse = made.centroids()
     moved = np.mean(coarse[made.arrays[data.identity]["fine"]] != labels)
     sizes = ", ".join(f"{k}: {size}" for k, size in enumerate(known["sizes"]))

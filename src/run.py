@@ -54,12 +54,21 @@ def train(config: DictConfig) -> None:
         trainer = _trainer(config)
         data.check_split(engine_of(trainer).share(trainer)[1], config.micro_batch)
         if _is_main():
+            if config.trainer.precision.startswith("bf16") and _emulates_bf16(trainer):
+                print("this CPU only emulates bfloat16, which is slow: trainer.precision=32-true is faster on it")
             print(f"{config.name}: {model.describe()}, {len(data.train)} training images", flush=True)
         trainer.fit(model, data)
         if trainer.is_global_zero:
             metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
             _write_result(folder, config.name, model.images_seen, metrics)
             print(summary(folder, overrides), flush=True)
+
+
+def _emulates_bf16(trainer) -> bool:
+    """Whether training runs on a CPU that is known to have no instructions for products of bfloat16."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    there = known.get("avx512_bf16") or known.get("amx_bf16")
+    return trainer.strategy.root_device.type == "cpu" and known.get("architecture") == "x86_64" and not there
 
 
 def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float]) -> None:

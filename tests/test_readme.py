@@ -53,3 +53,11 @@ def test_the_comparing_command_of_the_readme_works(tiny_run):
     done = run_command(*(w.replace("runs/*", f"{tiny_run.parent}/*") for w in shlex.split(command)[1:]))
     assert done.returncode == 0 and tiny_run.name in done.stdout, done.stderr
     assert (tiny_run.parent / "compare.html").exists()
+
+
+@pytest.mark.slow
+def test_the_partitioning_command_of_the_readme_works(tmp_path):
+    (command,) = [c for c in COMMANDS if "task=partition" in c]
+    done = run_command(*shlex.split(command)[1:], "fine=32", f"store={tmp_path}")
+    assert done.returncode == 0 and "9000 images in 8 clusters" in done.stdout, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["partition.json", "partition.npz", "partition.png"]
