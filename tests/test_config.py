@@ -26,9 +26,16 @@ CHANGE_WEIGHTS = ("ema", "r1", "rollback")  # of the callbacks; all others only 
 # Composition
 
 
-@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] not in BUILT])
+@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] not in (*BUILT, "ensemble")])
 def test_every_file_of_every_other_group_composes(composed, group, name):
     assert OmegaConf.missing_keys(composed(f"{group}={name}")) == set()
+
+
+@pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "ensemble"])
+@pytest.mark.parametrize("command", ["sample", "evaluate"])
+def test_every_strategy_of_an_ensemble_can_be_built(composed, name, command):
+    config = composed("experiment=paris", f"ensemble={name}", command=command)
+    assert callable(instantiate(config.model.strategy)) and config.folder.endswith(f"/paris-{name}")
 
 
 @pytest.mark.parametrize("command", ENTRIES)
@@ -65,7 +72,7 @@ def test_every_model_builds_for_its_data(composed, name):
     assert list(model.parallel_networks()) and model.describe()
 
 
-@pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment"])
+@pytest.mark.parametrize("name", [name for group, name in CHOICES if group == "experiment" and name != "paris"])
 def test_every_experiment_composes_and_its_model_builds(composed, name):
     config = composed(f"experiment={name}")
     with torch.device("meta"):
