@@ -54,7 +54,7 @@ class Pictures(Protocol):
 class Reports(Protocol):
     """A model with something to tell once it has drawn images."""
 
-    def report(self) -> str:
+    def account(self) -> str:
         """For people, in a line or a few."""
 
 

@@ -77,7 +77,7 @@ def sample(config: DictConfig) -> None:
         for number, image in zip(numbers.tolist(), images, strict=True):
             write_png(folder / "images" / f"{number:06d}.png", image)
     if isinstance(source.model, Reports):
-        print(source.model.report())
+        print(source.model.account())
     print(f"{config.num} samples of {source.name}, {seconds:.3g} s each: {picture}")
 
 

@@ -196,7 +196,7 @@ def test_an_expert_killed_in_the_middle_is_left_out_from_then_on(store, harm, in
     assert all((w[:, 1] > 0).all() for w in before) and not any(w[:, 1].any() for w in after)
     assert all(torch.allclose(w.sum(1), torch.ones(5)) for w in strategy.weights)
     assert images.isfinite().all()
-    assert model.report().endswith(", without experts/1")
+    assert model.account().endswith(", without experts/1")
     # from then on as an ensemble that never had it
     x, t, labels = shown()
     without = paris(store)

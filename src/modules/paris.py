@@ -115,7 +115,7 @@ class Paris:
         self._require_enough(living)
         return self.gate.weights(x, t, labels, strategy or self.strategy, living, draw, cluster)
 
-    def report(self) -> str:
+    def account(self) -> str:
         """Experts asked per step and image, over all times and by time (Reports)."""
         means = [asked / count for asked, count in zip(self.asked, self.drawn, strict=True) if count]
         named = [f"experts/{k}" for k, lives in enumerate(self.experts.living) if not lives]
