@@ -137,12 +137,17 @@ def alone(module, callbacks):
     from types import SimpleNamespace
 
     optimizers = dict(zip(module.parallel_networks(), module.configure_optimizers(), strict=True))
-    trainer = SimpleNamespace(callbacks=callbacks, strategy=None, datamodule=SimpleNamespace(batch=1))
+    data = SimpleNamespace(batch=1)
+    trainer = SimpleNamespace(callbacks=callbacks, strategy=None, datamodule=data, global_rank=0, world_size=1)
 
     class Alone(type(module)):
         named_optimizers = lambda self: optimizers  # noqa: E731
         manual_backward = lambda self, loss: loss.backward()  # noqa: E731
         trainer = property(lambda self: self.__dict__["alone"])
+
+        def learn(self, batch):
+            data.batch = len(batch.images)
+            return super().learn(batch)
 
     module.__dict__["alone"], module.__class__ = trainer, Alone
     return module
