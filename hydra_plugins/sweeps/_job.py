@@ -44,7 +44,8 @@ class Job:
         """The run as a command; what is meant for Hydra itself goes along, except for what makes it a sweep."""
         of_hydra = [o for o in self.config.hydra.overrides.hydra if not OF_THE_SWEEP.match(o)]
         launcher = self.config.hydra.launcher  # of which a single run needs what its own agent does
-        of_hydra += [f"++hydra.launcher.{k}={launcher[k]}" for k in ("max_restarts", "grace_seconds") if k in launcher]
+        if launcher.get("max_restarts") is not None:
+            of_hydra += [f"++hydra.launcher.{key}={launcher[key]}" for key in ("max_restarts", "grace_seconds")]
         return [sys.executable, os.path.abspath(sys.argv[0]), *self.overrides, *of_hydra, "hydra.mode=RUN"]
 
     def result(self) -> dict | None:
