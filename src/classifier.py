@@ -1,7 +1,6 @@
 """A small classifier of grey images, trained in a minute and cached: it tells the modes of stacked images."""
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
 
+from src.files import replacing
 from src.noise import order
 
 
@@ -45,10 +45,8 @@ def trained_classifier(images: Tensor, labels: Tensor, cache: Path, passes: int 
             optimizer.zero_grad()
             F.cross_entropy(network(images[row]), labels[row]).backward()
             optimizer.step()
-    cache.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(network.state_dict(), part)
-    os.replace(part, path)
+    with replacing(path, shared=True) as part:
+        torch.save(network.state_dict(), part)
     return network.eval().requires_grad_(False)
 
 

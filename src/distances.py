@@ -1,7 +1,6 @@
 """Frechet and kernel distance between real and generated images, with the extractor's name on them."""
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from src.extractors import INCEPTION, EffNetLite0, Extractor, Inception
+from src.files import replacing
 
 
 class _Given(nn.Module):
@@ -90,10 +90,8 @@ class Distances(nn.Module):
             return
         for part in images():
             self.update(part.to(self.fid.device), real=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        torch.save(self.real_state(), part)
-        os.replace(part, path)
+        with replacing(path, shared=True) as part:
+            torch.save(self.real_state(), part)
         self.load_real(self.real_state())  # in one piece, as from the cache: torchmetrics wants equally many everywhere
 
     def real_state(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from src.distances import Distances, find_extractor, read_statistics, scores
 from src.extractors import Extractor
+from src.files import replacing
 from src.image_files import image_files, listing, read_image
 from src.images import to_uint8, write_png
 from src.protocols import KnownModes
@@ -150,7 +151,5 @@ def _draw_curves(found: dict[str, Any], path: Path) -> None:
 
 
 def _write(path: Path, write) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    write(part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        write(part)

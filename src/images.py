@@ -1,13 +1,14 @@
 """Images on their way to metrics and files."""
 
 import io
-import os
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.utils import make_grid
+
+from src.files import replacing
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -44,7 +45,5 @@ def png(picture: Tensor) -> bytes:
 
 def write_png(path: Path, picture: Tensor) -> None:
     """Write a picture (1 or 3, h, w) in [-1, 1]; a file of that name is replaced whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(png(picture))
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_bytes(png(picture))

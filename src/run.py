@@ -19,6 +19,7 @@ from src import checkpoint as canonical
 from src import elastic
 from src.config import code_stamp, plain
 from src.engine import engine_of
+from src.files import replacing
 from src.protocols import KnowsRun, StartsFrom
 from src.report import summary
 
@@ -44,7 +45,7 @@ def train(config: DictConfig) -> None:
     _check(config)
     launcher = HydraConfig.get().launcher
     supervising = launcher.get("max_restarts") is not None and not elastic.under_agent()
-    with _locked(folder, wait=UNLOCKED if elastic.under_agent() else 15 if supervising else 0):
+    with locked(folder, wait=UNLOCKED if elastic.under_agent() else 15 if supervising else 0):
         done, _ = canonical.newest(folder / "checkpoints")
         if done is not None and int(done.name) >= config.total_kimg * 1000:
             if _is_main() and not (folder / "result.json").exists():  # killed just before it was written
@@ -85,9 +86,8 @@ def _emulates_bf16(trainer) -> bool:
 
 
 def _write_result(folder: Path, name: str, images: int, metrics: dict[str, float]) -> None:
-    part = folder / "result.json.part"
-    part.write_text(json.dumps({"name": name, "kimg": images / 1000, "metrics": metrics}, indent=1))
-    os.replace(part, folder / "result.json")
+    with replacing(folder / "result.json") as part:
+        part.write_text(json.dumps({"name": name, "kimg": images / 1000, "metrics": metrics}, indent=1))
 
 
 def _begun(config: DictConfig, model, checkpoints: Path) -> bool:
@@ -183,7 +183,7 @@ def quieten() -> None:
 
 
 @contextmanager
-def _locked(folder: Path, wait: float = 0) -> Iterator[None]:
+def locked(folder: Path, wait: float = 0) -> Iterator[None]:
     """No second process writes into the folder; the lock goes with the process, however it ends, and with the loader
     processes that it leaves behind, for a few seconds: `wait` so long."""
     if not _is_main():

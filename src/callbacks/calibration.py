@@ -1,13 +1,13 @@
 """Fits a router's temperatures on held-out images, and says how far its probabilities can be trusted."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from lightning import Callback
 
 from src.calibration import calibrated, draw, prior_scores, scores
+from src.files import replacing
 
 
 class Calibration(Callback):
@@ -69,6 +69,5 @@ class Calibration(Callback):
         print(f"Plot              {self.folder / 'router.png'}", flush=True)
 
     def _write(self, name: str, write) -> None:
-        part = self.folder / f"{name}.part"
-        write(part)
-        os.replace(part, self.folder / name)
+        with replacing(self.folder / name) as part:
+            write(part)

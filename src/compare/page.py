@@ -1,7 +1,6 @@
 """The page: one HTML file with its style, plots and pictures inside, so that it opens anywhere."""
 
 import io
-import os
 from base64 import b64encode
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -15,6 +14,7 @@ from PIL import Image
 from src.compare.comparison import FACTS, SUMMED, Comparison, Row
 from src.compare.plots import Line, curves, swatch, sweep
 from src.compare.settings import common_start, short_names, shown
+from src.files import replacing
 
 LABEL = 6  # settings in a label
 PICTURES = 2_400_000  # bytes of all pictures together; a third more once they are written as text
@@ -40,10 +40,8 @@ def write_page(path: Path, compared: Comparison, config: DictConfig) -> None:
         sweeps=_section("Settings against the metric", _figures(_sweeps(compared, labels))),
         pictures=_pictures(compared, labels, list(config.pictures), config.pictures_kimg),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(page, encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text(page, encoding="utf-8")
 
 
 def _label(row: Row, short: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from rich.progress import track
 
 from src.datamodules.base import ImageData
 from src.datamodules.embedded import split
+from src.files import replacing
 from src.image_files import image_files, listing, read_image
 
 
@@ -46,12 +47,9 @@ class Folder(ImageData):
         if not images:
             raise ValueError(f"none of the {len(files)} images in {self.path} can be read")
         labels = sorted({self._label(file) for file in kept})
-        array.parent.mkdir(parents=True, exist_ok=True)
-        part = array.with_suffix(f".{os.getpid()}.part")
-        with open(part, "wb") as out:
+        with replacing(array, shared=True) as part, open(part, "wb") as out:
             np.save(out, np.stack(images))
             np.save(out, np.array([labels.index(self._label(file)) for file in kept]))
-        os.replace(part, array)
 
     def load(self):
         with open(self._array(image_files(self.path)), "rb") as file:

@@ -1,7 +1,6 @@
 """The latents of another data set's images, encoded once."""
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.progress import track
 from torch import Tensor
 
 from src.datamodules.base import ImageData, Images
+from src.files import replacing
 from src.latents import Autoencoder
 
 
@@ -52,11 +52,8 @@ class Latents(ImageData):
             raise ValueError(f"autoencoders take colour images, not {self.source.channels} channels; choose other data")
         for name, images in self._sources().items():
             if not (path := self._file(name)).exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_suffix(f".{os.getpid()}.part")
-                with open(part, "wb") as out:
+                with replacing(path, shared=True) as part, open(part, "wb") as out:
                     np.save(out, np.concatenate(list(self._encoded(images, f"Encoding the {name} images"))))
-                os.replace(part, path)
 
     def load(self):
         self.source.setup()

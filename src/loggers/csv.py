@@ -1,13 +1,14 @@
 """The metrics log: one append-only file that survives interruptions, and beside it how long the run took."""
 
 import json
-import os
 import time
 from pathlib import Path
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import distributed
+
+from src.files import replacing
 
 HEADER = "batch,kimg,metric,value\n"
 
@@ -54,17 +55,18 @@ class MetricsLog(Logger):
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")]
-        part = self.path.with_suffix(".part")
-        part.write_text(HEADER + "".join(line for line in kept if int(line.split(",")[0]) <= batch))
-        os.replace(part, self.path)
+        with replacing(self.path) as part:
+            part.write_text(HEADER + "".join(line for line in kept if int(line.split(",")[0]) <= batch))
 
     def _keep_time(self) -> None:
         if self.before is None:
-            self.before = json.loads(self.clock.read_text()) if self.clock.exists() else {}
+            try:
+                self.before = json.loads(self.clock.read_text())
+            except (OSError, ValueError):
+                self.before = {}
         if distributed.is_available() and distributed.is_initialized():
             self.processes = distributed.get_world_size()
         hours = (time.monotonic() - self.began) / 3600
         total = {"hours": hours, "device_hours": hours * self.processes, "starts": 1}
-        part = self.clock.with_suffix(".part")
-        part.write_text(json.dumps({key: value + self.before.get(key, 0) for key, value in total.items()}))
-        os.replace(part, self.clock)
+        with replacing(self.clock) as part:
+            part.write_text(json.dumps({key: value + self.before.get(key, 0) for key, value in total.items()}))
