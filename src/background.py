@@ -28,12 +28,17 @@ class Writer:
             self._thread = None
         return self._failed
 
+    def failed(self, error: OSError, tell: bool = True) -> None:
+        """What `wait` answers, until another task has begun."""
+        self._failed = error
+        if tell:
+            print(error, flush=True)
+
     def _run(self, task: Callable[[], None]) -> None:
         try:
             task()
         except OSError as error:
-            self._failed = error
-            print(error, flush=True)
+            self.failed(error)
 
 
 def copied(state: Any) -> Any:

@@ -6,10 +6,7 @@ number of images that training had seen. The state is {"weights", "optimizers", 
 "config"}: full tensors by parameter name, the same whatever engine and number of processes wrote them. What a roll-back
 changes of it stands in a file of its own beside it, see `amend`.
 
-For networks that no process can hold whole there are native checkpoints: what an engine keeps in parts is written part
-by part, by torch.distributed.checkpoint, into `native/`. The rest is `native/state.pt`, a state with meta tensors in
-their places, and "native": the engine's format. `consolidate` makes a canonical one of it. To read a native one trusts
-whoever wrote it, since its index is a pickle.
+Native checkpoints (`src/native.py`) are committed and verified as these are.
 """
 
 import hashlib
@@ -17,21 +14,18 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from src.sharding import Piece, like, local, saved
+from src.files import replacing, sync
+from src.sharding import like, local, saved
 
 STATE, MANIFEST, BEST, NATIVE = "state.pt", "manifest.json", "best.json", "native"
 NATIVE_STATE, AMENDED = f"{NATIVE}/{STATE}", "amended"
@@ -44,7 +38,7 @@ def folder_of(checkpoints: Path, images: int) -> Path:
 
 def begin(folder: Path) -> None:
     """An empty folder beside the one where a checkpoint will be. Raises OSError where it cannot be made."""
-    with _or_nothing(folder) as part:
+    with coming(folder) as part:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
 
@@ -57,49 +51,23 @@ def write(folder: Path, state: dict[str, Any], texts: dict[str, str]) -> None:
     native = state.get("native", {})
     if not native:
         begin(folder)
-    with _or_nothing(folder) as part:
-        entries = {NATIVE_STATE if native else STATE: _written(part / (NATIVE_STATE if native else STATE), state)}
-        entries |= {name: _written(part / name, text) for name, text in texts.items()}
+    with coming(folder) as part:
+        entries = {NATIVE_STATE if native else STATE: written(part / (NATIVE_STATE if native else STATE), state)}
+        entries |= {name: written(part / name, text) for name, text in texts.items()}
         for name in native.get("files", []):
             with open(part / name, "rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             entries[name] = {"size": (part / name).stat().st_size, "sha256": sha256}
-        _written(part / MANIFEST, json.dumps(entries, indent=1))
+        written(part / MANIFEST, json.dumps(entries, indent=1))
         if native:
-            _sync(part / NATIVE)
-        _sync(part)
+            sync(part / NATIVE)
+        sync(part)
         if folder.exists() and fault(folder) is None:  # the same moment again: the same state, so what is there stays
             shutil.rmtree(part)
             return
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(part, folder)
-        _sync(folder.parent)
-
-
-def write_parts(folder: Path, state: dict[str, Any], native: str) -> dict[str, Any]:
-    """Write what this process keeps of a state; what is left of the state is for `write`, with the format in "native".
-
-    All processes call it together, after one of them called `begin`, and the files of all have to be in one file
-    system. Raises OSError, in all of them, where one could not write.
-    """
-    left, parts = _without_parts(state)
-    with _or_nothing(folder) as part, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
-        written = dcp.save(parts, checkpoint_id=part / NATIVE)
-    names = {info.relative_path for info in written.storage_data.values()}
-    return left | {
-        "native": {"format": native, "files": [f"{NATIVE}/{name}" for name in (".metadata", *sorted(names))]}
-    }
-
-
-def read_parts(folder: Path, state: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Fill the parts that this process keeps, in `kept`, from a native checkpoint with this state.
-
-    Raises ValueError where they cannot be read.
-    """
-    there = _missing(state)
-    parts = _without_parts(kept)[1]
-    _load(folder, {name: part for name, part in parts.items() if name.partition("@")[0] in there})
+        sync(folder.parent)
 
 
 def fault(folder: Path) -> str | None:
@@ -134,7 +102,7 @@ def newest(checkpoints: Path, until: float = math.inf) -> tuple[Path | None, lis
 
 def read(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU. Raises ValueError where it does not verify, or is native."""
-    _require_intact(folder)
+    require_intact(folder)
     return state_of(folder)
 
 
@@ -164,54 +132,29 @@ def amend(folder: Path, changes: dict[str, dict[str, Any]]) -> None:
     entries, before = json.loads((folder / MANIFEST).read_text()), _amendments(folder)
     name = next(n for n in (f"{AMENDED}_{k}.json" for k in range(len(before) + 1)) if n not in before)
     others = {key: entry for key, entry in entries.items() if key not in before}
-    entries = {name: _written(folder / name, json.dumps(changes, indent=1))} | others
-    _written(folder / f"{MANIFEST}.part", json.dumps(entries, indent=1))
-    os.replace(folder / f"{MANIFEST}.part", folder / MANIFEST)
-    _sync(folder)
+    entries = {name: written(folder / name, json.dumps(changes, indent=1))} | others
+    with replacing(folder / MANIFEST) as part:
+        written(part, json.dumps(entries, indent=1))
+    sync(folder)
     for old in before:
         (folder / old).unlink(missing_ok=True)
 
 
-def consolidate(folder: Path) -> bool:
-    """Make a native checkpoint the canonical one of the same moment; False where it is canonical already.
-
-    One process is enough, with memory for all of it. The manifest is replaced last: until then the checkpoint is the
-    native one, from then on the canonical. Raises ValueError where it does not verify, OSError where there is no room.
-    """
-    _require_intact(folder)
-    entries = json.loads((folder / MANIFEST).read_text())
-    if changed := NATIVE_STATE in entries:
-        state = torch.load(folder / NATIVE_STATE, map_location="cpu", weights_only=True)
-        del state["native"]
-        stored = dcp.FileSystemReader(folder / NATIVE).read_metadata().state_dict_metadata
-        parts = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}
-        _load(folder, parts)
-        state = _put_together(state, parts)
-        others = {name: entry for name, entry in entries.items() if not name.startswith(f"{NATIVE}/")}
-        try:
-            entries = {STATE: _written(folder / f"{STATE}.part", state)} | others
-            _written(folder / f"{MANIFEST}.part", json.dumps(entries, indent=1))
-            for name in (STATE, MANIFEST):
-                os.replace(folder / f"{name}.part", folder / name)
-            _sync(folder)
-        except (OSError, RuntimeError) as error:
-            (folder / f"{STATE}.part").unlink(missing_ok=True)
-            raise OSError(f"the canonical state of {folder} could not be written ({_cause(error)})") from error
-    shutil.rmtree(folder / NATIVE, ignore_errors=True)
-    return changed
-
-
 def read_best(checkpoints: Path) -> dict[str, Any] | None:
-    """{"checkpoint": folder name, "value": of the metric, ...} of the best checkpoint so far."""
-    path = checkpoints / BEST
-    return json.loads(path.read_text()) if path.exists() else None
+    """{"checkpoint": folder name, "value": of the metric, ...} of the best checkpoint so far; None where the file is
+    missing or damaged."""
+    try:
+        best = json.loads((checkpoints / BEST).read_text())
+        return best if {"checkpoint", "value"} <= best.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def write_best(checkpoints: Path, best: dict[str, Any]) -> None:
     """Name the best checkpoint; the file is replaced whole."""
-    part = checkpoints / f"{BEST}.part"
-    part.write_text(json.dumps(best, indent=1))
-    os.replace(part, checkpoints / BEST)
+    with replacing(checkpoints / BEST) as part:
+        written(part, json.dumps(best, indent=1))
+    sync(checkpoints)
 
 
 def averaged(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -277,7 +220,7 @@ class _Hashing:
         self.file.flush()
 
 
-def _written(path: Path, content: dict | str) -> dict[str, Any]:
+def written(path: Path, content: dict | str) -> dict[str, Any]:
     """Write a state or a text, to the disk; its entry in the manifest."""
     with open(path, "wb") as file:
         hashing = _Hashing(file)
@@ -291,7 +234,7 @@ def _written(path: Path, content: dict | str) -> dict[str, Any]:
 
 
 @contextmanager
-def _or_nothing(folder: Path) -> Iterator[Path]:
+def coming(folder: Path) -> Iterator[Path]:
     """What becomes of a checkpoint until it is committed; removed where it cannot be written."""
     part = folder.with_suffix(".tmp")
     try:
@@ -299,17 +242,20 @@ def _or_nothing(folder: Path) -> Iterator[Path]:
     except (OSError, RuntimeError, CheckpointException) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise OSError(
-            f"checkpoint {folder} could not be written ({_cause(error)}); the older ones are untouched"
+            f"checkpoint {folder} could not be written ({cause(error)}); the older ones are untouched; make room "
+            f"there, or make it writable"
         ) from error
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause(error: BaseException) -> BaseException:
+    """What went wrong in the first place."""
     if isinstance(error, CheckpointException):  # of several processes
         error = next(iter(error.failures.values()))[0]
     return error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides it in a RuntimeError
 
 
-def _require_intact(folder: Path) -> None:
+def require_intact(folder: Path) -> None:
+    """Raise ValueError where a checkpoint does not verify."""
     if (why := fault(folder)) is not None:
         raise ValueError(f"checkpoint {folder} cannot be used: {why}")
 
@@ -320,65 +266,3 @@ def _amendments(folder: Path) -> list[str]:
 
 def _state_file(folder: Path) -> Path:
     return folder / (STATE if STATE in json.loads((folder / MANIFEST).read_text()) else NATIVE_STATE)
-
-
-def _without_parts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A state with meta tensors in the place of those in parts, and these parts: path, or path@start, -> tensor."""
-    parts = {}
-
-    def left(value, path=""):
-        if isinstance(value, dict):
-            return {key: left(child, f"{path}/{key}") for key, child in value.items()}
-        if isinstance(value, DTensor):
-            name, part = path, value
-        elif isinstance(value, Piece):
-            name, part = f"{path}@{value.start}", value.numbers
-        else:
-            return value
-        if part.numel():  # of a small tensor, some processes keep nothing
-            parts[name] = part
-        return torch.empty(value.shape, dtype=part.dtype, device="meta")
-
-    return left(state), parts
-
-
-def _missing(state, path: str = "") -> dict[str, Tensor]:
-    """The meta tensors of a state by path."""
-    if isinstance(state, dict):
-        return {name: v for key, child in state.items() for name, v in _missing(child, f"{path}/{key}").items()}
-    return {path: state} if torch.is_tensor(state) and state.is_meta else {}
-
-
-def _put_together(state, parts: dict[str, Tensor]):
-    """A state with what is missing made of all parts, which are used up."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    while parts:
-        name, part = parts.popitem()
-        path, _, start = name.partition("@")
-        pieces.setdefault(path, []).append((int(start or 0), part.flatten()))
-
-    def whole(value, path=""):
-        if isinstance(value, dict):
-            return {key: whole(child, f"{path}/{key}") for key, child in value.items()}
-        if not torch.is_tensor(value) or not value.is_meta:
-            return value
-        found = [piece for _, piece in sorted(pieces.pop(path), key=itemgetter(0))]
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(value.shape)
-
-    return whole(state)
-
-
-def _load(folder: Path, parts: dict[str, Tensor]) -> None:
-    """Fill tensors from a native checkpoint; every process reads what it needs by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        try:
-            dcp.load(parts, checkpoint_id=folder / NATIVE, no_dist=True)
-        except CheckpointException as error:
-            raise ValueError(f"checkpoint {folder} cannot be used: {_cause(error)}") from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -1,7 +1,6 @@
 """What finished runs are good for: drawing from them, and taking their weights elsewhere."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from src import checkpoint as canonical
+from src import native
+from src.files import replacing
 from src.image_files import image_files, read_image
 from src.images import coloured, grid, write_png
 from src.noise import Noise
 from src.partitioning import partition
 from src.protocols import Generative, Reports
-from src.run import build_model
+from src.run import build_model, locked
 
 
 class Source(NamedTuple):
@@ -99,25 +100,24 @@ def prepare(config: DictConfig) -> None:
 
 def consolidate(config: DictConfig) -> None:
     """Make a native checkpoint of a run (or all) canonical: whole tensors, which every engine and command reads."""
-    for name in checkpoint_names(config.run) if config.checkpoint == "all" else [config.checkpoint]:
-        folder = find(config.run, name)
-        print(f"{folder} is canonical {'now' if canonical.consolidate(folder) else 'already'}", flush=True)
+    names = checkpoint_names(config.run) if config.checkpoint == "all" else [config.checkpoint]
+    with locked(Path(config.run)):
+        for folder in (find(config.run, name) for name in names):
+            print(f"{folder} is canonical {'now' if native.consolidate(folder) else 'already'}", flush=True)
 
 
 def export(config: DictConfig) -> None:
     """The averaged weights of a run as safetensors, with a config.json beside them."""
     model, state, source = load(config.run, config.checkpoint)
     folder = Path(config.out or Path(config.run) / "export")
-    folder.mkdir(parents=True, exist_ok=True)
     weights, described = folder / "model.safetensors", folder / "config.json"
     kept = {k: v.contiguous() for k, v in model.state_dict().items() if v.dtype != torch.float64}
     for path, write in (
         (weights, lambda part: save_file(kept, part)),
         (described, lambda part: part.write_text(json.dumps(state["config"], indent=1))),
     ):
-        part = path.with_suffix(".part")
-        write(part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            write(part)
     print(f"Exported {source}: {weights} and {described}")
 
 

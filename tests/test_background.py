@@ -6,10 +6,11 @@ import random
 import shutil
 import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import TINY, compose_config, run_folder
+from conftest import TINY, compose_config, run_command, run_folder
 from hydra.core.global_hydra import GlobalHydra
 
 from src import checkpoint as canonical
@@ -107,26 +108,54 @@ def mounted(folder, options: str) -> None:
         pytest.skip("only root may mount a file system")
 
 
+@contextmanager
+def nearly_full(small):
+    """A run's checkpoints, of 16 and 32 images, on a disk with room for four more pages."""
+    older = canonical.committed(small)
+    assert [folder.name for folder in older] == ["000000000016", "000000000032"]
+    files = [1 + file.stat().st_size // 4096 for file in small.rglob("*")]
+    kept = small.with_name("kept")
+    shutil.move(small, kept)
+    small.mkdir()
+    mounted(small, f"size={4096 * (sum(files) + 4)}")
+    try:
+        shutil.copytree(kept, small, dirs_exist_ok=True)
+        yield older
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
 def test_a_full_disk_costs_the_newest_ones_and_ends_the_run_at_its_end(tmp_path, capsys):
     """Every save fails from some moment on: training goes on to its end, and the run says why it is not finished."""
     run = trained(tmp_path, "total_kimg=0.032")
-    older = canonical.committed(run / "checkpoints")
-    assert [folder.name for folder in older] == ["000000000016", "000000000032"]
-    small = run / "checkpoints"
-    pages = sum(1 + file.stat().st_size // 4096 for file in small.rglob("*"))
-    shutil.move(small, tmp_path / "kept")
-    small.mkdir()
-    mounted(small, f"size={4096 * (pages + 4)}")
-    try:
-        shutil.copytree(tmp_path / "kept", small, dirs_exist_ok=True)
-        with pytest.raises(OSError, match=r"000000000064 could not be written .*No space left on device"):
+    with nearly_full(run / "checkpoints") as older:
+        with pytest.raises(OSError, match=r"000000000064 could not be written .*No space left on device.*make room"):
             trained(tmp_path)
         said = capsys.readouterr().out
         assert "Continuing from checkpoint 000000000032" in said
         assert said.count("could not be written") == 2  # at 48, and at the end
-        assert canonical.newest(small) == (older[-1], []) and not list(small.glob("*.tmp"))
-    finally:
-        subprocess.run(["umount", small], check=True)
+        assert canonical.newest(older[-1].parent) == (older[-1], []) and not list(older[-1].parent.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_to_native_ones_of_two_processes_what_it_does_to_canonical_ones(tmp_path):
+    words = [
+        *SAVING,
+        f"paths.runs={tmp_path}",
+        "strategy=fsdp",
+        "trainer.devices=2",
+        "callbacks.checkpoint.native=true",
+    ]
+    assert run_command("train.py", *words, "total_kimg=0.032").returncode == 0
+    with nearly_full(next(tmp_path.glob("*/checkpoints"))) as older:
+        done = run_command("train.py", *words)
+        assert done.returncode == 1
+        assert "Continuing from checkpoint 000000000032" in done.stdout
+        assert done.stdout.count("could not be written") == 2
+        lines = [line for line in done.stderr.splitlines() if "make room" in line]
+        assert lines and all("000000000064 could not be written" in line for line in lines)
+        assert "Traceback" not in done.stderr
+        assert canonical.newest(older[-1].parent) == (older[-1], []) and not list(older[-1].parent.glob("*.tmp"))
 
 
 def test_a_folder_that_has_become_read_only_ends_the_run_in_a_sentence(tmp_path):

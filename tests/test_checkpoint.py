@@ -221,6 +221,9 @@ def test_the_best_is_named_and_replaced_whole(tmp_path):
     canonical.write_best(tmp_path, {"checkpoint": "000000000016", "value": 2.5})
     assert canonical.read_best(tmp_path) == {"checkpoint": "000000000016", "value": 2.5}
     assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
+    for damaged in ("", "{", "[]", "null", '{"checkpoint": 3', '{"value": 3}'):
+        (tmp_path / "best.json").write_text(damaged)
+        assert canonical.read_best(tmp_path) is None
 
 
 def test_averages_take_the_place_of_weights(tmp_path):

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 from test_checkpoint import same
 from test_strategies import launch, needs_deepspeed, run_of, tensors
 
 from src import checkpoint as canonical
 from src.callbacks.checkpoint import Checkpoint
 from src.engine import WHOLE
+from src.native import consolidate, read_parts, write_parts
 from src.results import load, prepare
 from src.sharding import Piece
 
@@ -45,12 +47,12 @@ def cut(tree, names=("net.weight", "exp_avg")):
 def write_native(checkpoints, images: int) -> None:
     folder = canonical.folder_of(checkpoints, images)
     canonical.begin(folder)
-    state = canonical.write_parts(folder, cut(a_state(images)), FORMAT)
+    state = write_parts(folder, cut(a_state(images)), FORMAT)
     canonical.write(folder, state | {"position": {"images": images}}, {"code.json": "{}"})
 
 
 def consolidated(folder) -> dict:
-    canonical.consolidate(folder)
+    consolidate(folder)
     return canonical.read(folder)
 
 
@@ -104,14 +106,14 @@ def test_a_damaged_part_is_noticed(tmp_path, name):
     found, (line,) = canonical.newest(tmp_path)
     assert found is None and f"{name} does not have the hash" in line
     with pytest.raises(ValueError, match="does not have the hash"):
-        canonical.consolidate(path.parents[1])
+        consolidate(path.parents[1])
 
 
 def test_parts_are_read_into_what_is_there(tmp_path):
     write_native(tmp_path, 8)
     folder, now = canonical.folder_of(tmp_path, 8), cut(a_state(16))
     now["callbacks"] = {"Other": {"average": Piece(torch.full((2,), 7.0), 0, torch.Size([2]))}}  # not saved: as it is
-    canonical.read_parts(folder, canonical.state_of(folder, FORMAT), now)
+    read_parts(folder, canonical.state_of(folder, FORMAT), now)
     assert torch.equal(now["weights"]["net.weight"].numbers, a_state(8)["weights"]["net.weight"].flatten())
     assert torch.equal(now["optimizers"]["net"]["weight"]["exp_avg"].numbers, WHOLE_MOMENT.flatten() * 8)
     assert now["callbacks"]["Other"]["average"].numbers.tolist() == [7, 7]
@@ -120,11 +122,11 @@ def test_parts_are_read_into_what_is_there(tmp_path):
 def test_consolidated_it_is_the_canonical_checkpoint(tmp_path):
     write_native(tmp_path / "native", 8)
     folder = canonical.folder_of(tmp_path / "native", 8)
-    assert canonical.consolidate(folder)
+    assert consolidate(folder)
     assert same(canonical.read(folder), a_state(8) | {"position": {"images": 8}})
     assert {path.name for path in folder.iterdir()} == {"state.pt", "code.json", "manifest.json"}
     assert canonical.fault(folder) is None
-    assert not canonical.consolidate(folder)
+    assert not consolidate(folder)
 
 
 @pytest.mark.parametrize("number", range(11))
@@ -144,7 +146,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, n
 def test_a_process_that_is_killed_while_it_consolidates_leaves_the_checkpoint(tmp_path, number):
     write_native(tmp_path, 8)
     folder = canonical.folder_of(tmp_path, 8)
-    died = killed(number, ("fsync", "replace", "unlink", "rmdir"), lambda: canonical.consolidate(folder))
+    died = killed(number, ("fsync", "replace", "unlink", "rmdir"), lambda: consolidate(folder))
     assert died == (number < 9), "the last number is that of all calls"
     assert canonical.fault(folder) is None
     assert same(consolidated(folder), a_state(8) | {"position": {"images": 8}})
@@ -160,7 +162,7 @@ def test_a_disk_that_is_full_leaves_the_older_one(tmp_path):
         with pytest.raises(OSError, match=r"000000000016 could not be written \(.*File too large.*older ones are unt"):
             write_native(tmp_path, 16)
         with pytest.raises(OSError, match=r"the canonical state of .* could not be written"):
-            canonical.consolidate(canonical.folder_of(tmp_path, 8))
+            consolidate(canonical.folder_of(tmp_path, 8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -179,6 +181,8 @@ def test_what_cannot_read_a_native_checkpoint_says_what_to_do(tmp_path, composed
             canonical.state_of(tmp_path / "a" / "checkpoints" / "000000000008", reader)
     with pytest.raises(ValueError, match="task=wash does not exist; there is export and consolidate"):
         prepare(composed("task=wash", command="prepare"))
+    with FileLock(tmp_path / "a" / "lock"), pytest.raises(ValueError, match="another process is writing to"):
+        prepare(composed("task=consolidate", f"run={tmp_path / 'a'}", command="prepare"))
 
 
 def test_an_engine_without_parts_refuses_to_write_them():
@@ -226,7 +230,7 @@ def test_interrupted_and_consolidated_is_what_a_canonical_run_saves(model, strat
     for moment in (MIDDLE, LAST):
         native = native_of(folder, model, strategy) / "checkpoints" / moment
         assert len(list((native / "native").glob("__*.distcp"))) == 2
-        canonical.consolidate(native)
+        consolidate(native)
         ours = canonical.read(native)
         theirs = canonical.read(run_of(folder, model, strategy, 4) / "checkpoints" / moment)
         assert ours.keys() == theirs.keys()
@@ -263,7 +267,7 @@ def test_one_process_goes_on_with_it_by_resharding_or_consolidated(both, tmp_pat
     prepare(composed("task=consolidate", f"run={started['single']}", command="prepare"))
     assert capsys.readouterr().out.endswith(f"checkpoints/{MIDDLE} is canonical now\n")
     launch(1, "fsdp", tmp_path, ["ddgan/fsdp/4/0.024/native", "ddgan/single/4/0.024", EVERY])
-    canonical.consolidate(started["fsdp"] / "checkpoints" / LAST)
+    consolidate(started["fsdp"] / "checkpoints" / LAST)
     theirs = tensors(run_of(folder, "ddgan", "fsdp", 4), LAST)
     for run in started.values():
         ours = tensors(run, LAST)

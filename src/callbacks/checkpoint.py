@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from src import checkpoint as canonical
 from src.background import Writer, copied
 from src.engine import engine_of
+from src.native import read_parts, write_parts
 from src.protocols import Rewinds, RollsBack
 from src.schedule import due
 
@@ -150,15 +151,13 @@ class Checkpoint(LastInLine):
         """A checkpoint of this moment, which becomes the best one with these values."""
         if not module.require_finite():
             return
-        engine, folder = engine_of(trainer), canonical.folder_of(self.folder, module.images_seen)
-        if self.native:
-            if trainer.is_global_zero:
-                canonical.begin(folder)
-            trainer.strategy.barrier("begun")
-            with engine.in_parts():
-                state = canonical.write_parts(folder, self._tensors(trainer, module), engine.native)
-        else:
-            state = self._tensors(trainer, module)
+        folder = canonical.folder_of(self.folder, module.images_seen)
+        self.saved, self.saved_at = module.images_seen, time.monotonic()
+        try:
+            state = self._parts(trainer, module, folder) if self.native else self._tensors(trainer, module)
+        except OSError as error:  # in all processes
+            self.writer.failed(error, tell=trainer.is_global_zero)
+            return
         state |= {
             "position": {
                 "images": module.images_seen,
@@ -175,7 +174,19 @@ class Checkpoint(LastInLine):
             self.writer.begin(task)
             if not self.background:
                 self.writer.wait()
-        self.saved, self.saved_at = module.images_seen, time.monotonic()
+
+    def _parts(self, trainer, module, folder: Path) -> dict:
+        """Write what every process keeps; the rest of the state. Raises OSError, in all of them, where one cannot."""
+        engine, why = engine_of(trainer), ""
+        if trainer.is_global_zero:
+            try:
+                canonical.begin(folder)
+            except OSError as error:
+                why = str(error)
+        if why := trainer.strategy.broadcast(why):
+            raise OSError(why)
+        with engine.in_parts():
+            return write_parts(folder, self._tensors(trainer, module), engine.native)
 
     def _write(self, folder: Path, state: dict, best: dict | None) -> None:
         canonical.write(folder, state, self.stamp)
@@ -265,7 +276,7 @@ class Checkpoint(LastInLine):
                     callback.load_state_dict(state["callbacks"][type(callback).__name__])
             if "native" in state:
                 with engine.in_parts():
-                    canonical.read_parts(folder, state, self._tensors(trainer, module))
+                    read_parts(folder, state, self._tensors(trainer, module))
                 engine.parts_read(module)
         module.images_seen, module.batches_seen = position["images"], position["batches"]
         module.data_offset, module.lr_scale = position["data_offset"], position["lr_scale"]
