@@ -252,7 +252,7 @@ def uninterrupted(tmp_path_factory):
     return only_run(folder)
 
 
-def interrupted(folder: Path, send: signal.Signals, *options: str) -> tuple[subprocess.Popen, Path]:
+def interrupted(folder: Path, send: signal.Signals, *options: str, to=os.kill) -> tuple[subprocess.Popen, Path]:
     """A run that gets the signal in its middle, at no particular moment."""
     process = start_command("train.py", *LONGER, *below(folder), *options)
     try:
@@ -264,7 +264,7 @@ def interrupted(folder: Path, send: signal.Signals, *options: str) -> tuple[subp
             time.sleep(0.01)
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-        process.send_signal(send)
+        to(process.pid, send)
         process.wait(timeout=200)
     finally:
         if process.poll() is None:
@@ -289,15 +289,19 @@ def test_a_killed_run_ends_in_the_same_bits_when_its_command_is_repeated(uninter
     assert not list(run.rglob("*.tmp")) and not list(run.rglob("*.part"))
 
 
-@pytest.mark.parametrize("warning", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_warning_saves_and_the_same_command_goes_on_to_the_same_bits(uninterrupted, tmp_path, warning):
-    process, run = interrupted(tmp_path, warning)
+@pytest.mark.parametrize(
+    "warning, workers, to",
+    [(signal.SIGTERM, 0, os.kill), (signal.SIGTERM, 2, os.killpg), (signal.SIGUSR1, 2, os.killpg)],
+)
+def test_a_warning_saves_and_the_same_command_goes_on_to_the_same_bits(uninterrupted, tmp_path, warning, workers, to):
+    """Also one that reaches the processes that load images."""
+    process, run = interrupted(tmp_path, warning, f"data.workers={workers}", to=to)
     assert process.returncode == 143
     assert "Traceback" not in process.communicate()[1]
     stopped_at = int(canonical.newest(run / "checkpoints")[0].name)
     last_row = (run / "metrics.csv").read_text().splitlines()[-1]
     assert int(last_row.split(",")[0]) * 4 <= stopped_at < int(last_row.split(",")[0]) * 4 + 40
-    said = succeeded(run_command("train.py", *LONGER, *below(tmp_path)))
+    said = succeeded(run_command("train.py", *LONGER, *below(tmp_path), f"data.workers={workers}"))
     assert f"Continuing from checkpoint {stopped_at:012d}" in said
     assert differing(state_of(run), state_of(uninterrupted)) == []
     assert log_of(run) == log_of(uninterrupted)

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -232,6 +233,7 @@ class ImageData(LightningDataModule):
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self.workers,
+            worker_init_fn=_heedless,
             generator=torch.Generator(),  # its seed for workers would come from the global one
             pin_memory=torch.cuda.is_available(),
         )
@@ -256,3 +258,11 @@ class ImageData(LightningDataModule):
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
+
+
+def _heedless(worker: int) -> None:
+    """A loader process does not end with a warning that went to all processes, as SLURM's and a terminal's do: the
+    trainer needs it until it has saved. What the trainer no longer needs and is stuck goes ten minutes later."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(600))
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
