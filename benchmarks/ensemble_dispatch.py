@@ -8,10 +8,14 @@ Variants take turns within a round; JSON lines with medians of CPU seconds, and 
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from src.modules.networks.dit import DiT
 from src.modules.networks.router import RouterDiT

@@ -30,6 +30,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from rich.progress import track
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from src import flow
 from src import store as stores
 from src.config import CONF, ROOT

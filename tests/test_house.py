@@ -49,6 +49,13 @@ def draws_from_a_global_generator(path):
             yield node.lineno, function
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=name_of)
+def test_benchmarks_that_are_started_find_the_sources(path):
+    text = path.read_text()
+    if '__name__ == "__main__"' in text and re.search(r"^ *from (src|benchmarks)", text, re.MULTILINE):
+        assert re.search(r"^ *sys\.path(\.insert\(0, |\[:0\] = \[)str\(", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_no_code_draws_from_the_global_generators(path):
     assert list(draws_from_a_global_generator(path)) == []
