@@ -300,9 +300,9 @@ def pictures(found: list[dict], out: Path) -> None:
     middle.set(title="error of expert (row) on cluster, over the monolith's")
     figure.colorbar(shown, ax=middle)
     metric = next(k for k in drawn["held-out images"] if k.startswith("f"))
-    for row in ROWS:
-        right.plot(drawn[row]["seconds_per_image"], drawn[row][metric], "o")
-        right.annotate(row, (drawn[row]["seconds_per_image"], drawn[row][metric]), fontsize=7)
+    for row, marker in zip(ROWS, "sDo^v<>P*X", strict=True):
+        right.plot(drawn[row]["seconds_per_image"], drawn[row][metric], marker, label=row, ms=7)
+    right.legend(fontsize=7)
     right.axhline(drawn["held-out images"][metric], color="grey", linestyle="--")
     right.set(title=f"{metric} (dashed: held-out images)", xlabel="seconds per image", xscale="log")
     figure.savefig(out / "errors.png", dpi=110)

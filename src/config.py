@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
+AGENT = "FEWSTEP_AGENT"  # in the environment of processes that `elastic.supervise` starts: its process
 
 SCIENCE = ("model", "data", "callbacks", "seed", "batch", "schedule_kimg", "start", "expert")
 WATCHERS = (
@@ -159,6 +160,8 @@ def entry(name: str) -> Callable:
         def command() -> None:
             if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed agent leaves nobody training on
+                if os.environ.get(AGENT, str(os.getppid())) != str(os.getppid()):
+                    sys.exit(f"{name}: the agent that started this process was killed meanwhile")
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands over what it finds while composing
             sys.argv[1:] = sorted(
                 sys.argv[1:], key=lambda word: word not in ("-m", "--multirun")

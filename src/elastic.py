@@ -9,6 +9,8 @@ import signal
 import sys
 import uuid
 
+from src.config import AGENT
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -58,6 +60,7 @@ def supervise(count: int, nodes: int, max_restarts: int, grace_seconds: float, n
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
         "1"  # else addresses of processes that are gone stay in the store
     )
+    os.environ[AGENT] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     alone = nodes == 1
     listen = [s for s in STOPPING if signal.getsignal(s) is not signal.SIG_IGN]  # nohup ignores SIGHUP

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, run_command
 
 from src import checkpoint as canonical
 from src import elastic
-from src.config import ROOT
+from src.config import AGENT, ROOT
 from src.report import read_log
 from src.run import _check, train
 
@@ -212,6 +212,12 @@ def test_processes_are_those_that_the_agent_has_started(world, composed):
     world(LOCAL_WORLD_SIZE="2", WORLD_SIZE="5")
     with pytest.raises(ValueError, match="5 processes are not the same number on every node"):
         elastic.processes(1, 1)
+
+
+def test_a_process_whose_agent_was_killed_before_it_could_ask_for_its_own_end_ends():
+    done = run_command("train.py", *TINY, TORCHELASTIC_RUN_ID="run", **{AGENT: "1"})
+    assert done.returncode == 1
+    assert done.stderr == "train: the agent that started this process was killed meanwhile\n"
 
 
 def test_a_store_that_survives_restarts_is_warned_of(world):
