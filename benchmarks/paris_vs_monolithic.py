@@ -283,28 +283,30 @@ def table(found: list[dict]) -> str:
 
 
 def pictures(found: list[dict], out: Path) -> None:
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from PIL import Image
 
     errors = {r["row"]: r for r in found if r["what"] == "error"}
     drawn = {r["row"]: r for r in found if r["what"] == "samples"}
-    figure = Figure(figsize=(17, 4.6), layout="constrained")
+    figure = Figure(figsize=(17, 5.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     base, x = errors["monolith"]["by_bin"], [(n + 0.5) / BINS for n in range(BINS)]
-    for row in (r for r in ROWS if r in errors):
-        left.plot(x, [a / b for a, b in zip(errors[row]["by_bin"], base, strict=True)], "o-", label=row, ms=3)
-    left.set(title="held-out error over the monolith's", xlabel="t (0: image, 1: noise)")
-    left.legend(fontsize=7)
-    matrix = np.array([errors[f"experts/{k}"]["by_cluster"] for k in range(EXPERTS)])
-    shown = middle.imshow(matrix / np.array(errors["monolith"]["by_cluster"]), cmap="RdBu_r", vmin=0.5, vmax=1.5)
-    middle.set(title="error of expert (row) on cluster, over the monolith's")
-    figure.colorbar(shown, ax=middle)
     metric = next(k for k in drawn["held-out images"] if k.startswith("f"))
     for row, marker in zip(ROWS, "sDo^v<>P*X", strict=True):
         right.plot(drawn[row]["seconds_per_image"], drawn[row][metric], marker, label=row, ms=7)
-    right.legend(fontsize=7)
+        left.plot(x, [a / b for a, b in zip(errors[row]["by_bin"], base, strict=True)], marker + "-", ms=4)
+    left.set(title="held-out error over the monolith's", xlabel="t (0: image, 1: noise)")
+    matrix = np.array([errors[f"experts/{k}"]["by_cluster"] for k in range(EXPERTS)])
+    matrix /= np.array(errors["monolith"]["by_cluster"])
+    far = np.abs(np.log(matrix)).max()
+    middle.imshow(matrix, cmap="RdBu_r", norm=LogNorm(np.exp(-far), np.exp(far)))
+    middle.set(title="error of expert (row) on cluster, over the monolith's")
+    for place, ratio in np.ndenumerate(matrix):
+        middle.text(*place[::-1], f"{ratio:.1f}", ha="center", va="center", fontsize=7)
     right.axhline(drawn["held-out images"][metric], color="grey", linestyle="--")
     right.set(title=f"{metric} (dashed: held-out images)", xlabel="seconds per image", xscale="log")
+    figure.legend(loc="outside lower center", ncols=5)
     figure.savefig(out / "errors.png", dpi=110)
     strips = [Image.open(path) for path in sorted((out / "rows").glob("*.png"))]
     sheet = Image.new(strips[0].mode, (strips[0].width, sum(s.height for s in strips)))
