@@ -1,9 +1,10 @@
 """Trains small models under the engines that its command line names; one of several processes, or the only one.
 
-`python strategy_worker.py PRECISION FOLDER CASE... SETTING=VALUE...` with a case of the form
-model/strategy/micro_batch/kimg and settings for all of them; each case writes the checkpoints of an ordinary run below
-FOLDER/case, and goes on from what lies there. hsdp is meant with two replicas, pipeline and tensor_parallel with two
-processes for each copy. With `refused` instead of cases it writes down what is said to settings that are refused.
+`python strategy_worker.py PRECISION FOLDER CASE...` with cases model/strategy/micro_batch/kimg, behind which may come
+/label, to tell cases apart, and ,setting=value any number of times. Each writes the checkpoints of an ordinary run
+below FOLDER/model-strategy-micro_batch-label and goes on from what lies there. hsdp is meant with two replicas,
+pipeline and tensor_parallel with two processes for each copy. With `refused` instead of cases it writes down what is
+said to settings that are refused.
 PRECISION is 64, or 32 for DeepSpeed, which cannot do more: then without layers that begin near zero and with a larger
 epsilon, so that Adam does not make whole steps of rounding errors.
 """
@@ -122,18 +123,16 @@ def refused(folder: Path) -> None:
 def main(precision: str, folder: Path, words: list[str]) -> None:
     if words == ["refused"]:
         return refused(folder)
-    cases = [word for word in words if "=" not in word]
-    more = [word for word in words if "=" in word]
     if precision == "64":
         in_doubles()
     else:
         without_small_layers()
-    for case in cases:
-        model, strategy, micro_batch, kimg, *native = case.split("/")
-        place = folder / "-".join([model, strategy, micro_batch, *native])
+    for word in words:
+        case, *more = word.split(",")
+        model, strategy, micro_batch, kimg, *label = case.split("/")
+        place = folder / "-".join([model, strategy, micro_batch, *label])
         words = [*MODELS[model], *SHARED, f"micro_batch={micro_batch}", f"total_kimg={kimg}", f"strategy={strategy}"]
         words += [f"trainer.devices={os.environ.get('WORLD_SIZE', 1)}", f"name={model}"]
-        words += ["callbacks.checkpoint.native=true"] if native else []
         words += [f"trainer.precision={precision}-true", *(["strategy.replicas=2"] if strategy == "hsdp" else [])]
         if strategy == "pipeline":
             words += ["strategy.stages=2", "strategy.micro_batches=2"]

@@ -195,6 +195,7 @@ def test_an_engine_without_parts_refuses_to_write_them():
 
 MIDDLE, LAST = "000000000016", "000000000024"
 EVERY = "callbacks.checkpoint.every_kimg=0.016"
+NATIVE = f"{EVERY},callbacks.checkpoint.native=true"
 DOUBLE, SINGLE = [("ddgan", "fsdp"), ("ddn", "fsdp")], [("expert", "deepspeed_zero3"), ("ddn", "deepspeed_zero1")]
 RUNS = [pytest.param(m, s, marks=[needs_deepspeed] if (m, s) in SINGLE else []) for m, s in DOUBLE + SINGLE]
 
@@ -208,8 +209,8 @@ def both(tmp_path_factory):
         group = SINGLE if strategy.startswith("deepspeed") else DOUBLE
         if group[0] not in kept:
             folder = kept[group[0]] = tmp_path_factory.mktemp("both")
-            cases = [f"{m}/{s}/4/{end}" for m, s in group for end in ("0.024", "0.016/native", "0.024/native")]
-            launch(2, strategy, folder, [*cases, EVERY])
+            ends = (f"0.024,{EVERY}", f"0.016/native,{NATIVE}", f"0.024/native,{NATIVE}")
+            launch(2, strategy, folder, [f"{m}/{s}/4/{end}" for m, s in group for end in ends])
             for model, strategy in group:
                 native = native_of(folder, model, strategy)
                 shutil.copytree(native, native.with_name("as_written"))
@@ -266,7 +267,7 @@ def test_one_process_goes_on_with_it_by_resharding_or_consolidated(both, tmp_pat
         shutil.copytree(written, started[strategy] / "checkpoints" / MIDDLE)
     prepare(composed("task=consolidate", f"run={started['single']}", command="prepare"))
     assert capsys.readouterr().out.endswith(f"checkpoints/{MIDDLE} is canonical now\n")
-    launch(1, "fsdp", tmp_path, ["ddgan/fsdp/4/0.024/native", "ddgan/single/4/0.024", EVERY])
+    launch(1, "fsdp", tmp_path, [f"ddgan/fsdp/4/0.024/native,{NATIVE}", f"ddgan/single/4/0.024,{EVERY}"])
     consolidate(started["fsdp"] / "checkpoints" / LAST)
     theirs = tensors(run_of(folder, "ddgan", "fsdp", 4), LAST)
     for run in started.values():

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,18 +42,17 @@ def proven(chosen=lambda model, strategy: True):
     ]
 
 
-def launch(processes: int, strategy: str, folder: Path, cases: list[str], words: Iterable[str] = ()) -> None:
-    """The worker on these cases, with more settings, by torchrun where there are several processes."""
+def launch(processes: int, strategy: str, folder: Path, cases: list[str]) -> None:
+    """The worker on these cases, by torchrun where there are several processes."""
     precision = "32" if strategy in SINGLE else "64"
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    words = [str(WORKER), precision, str(folder), *cases, *words]
-    command = [sys.executable, *(torchrun if processes > 1 else []), *words]
+    command = [sys.executable, *(torchrun if processes > 1 else []), str(WORKER), precision, str(folder), *cases]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def run_of(folder: Path, model: str, strategy: str, micro_batch: int) -> Path:
+def run_of(folder: Path, model: str, strategy: str, micro_batch: int | str) -> Path:
     return folder / f"{model}-{strategy}-{micro_batch}" / "runs" / model
 
 
@@ -63,34 +61,42 @@ def micro_batch(model: str) -> int:
     return 4 if model == "ddgan_lazy" else 2
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """alone(strategy): the runs of one process in the precision that this strategy is compared in."""
+def once(make):
+    """run(strategy) -> folder: what make(strategies) leaves there, once for each of the two precisions."""
     kept = {}
 
     def run(strategy):
-        precision = strategy in SINGLE
-        if precision not in kept:
-            kept[precision] = tmp_path_factory.mktemp("alone")
-            launch(1, strategy, kept[precision], [f"{model}/single/4/0.04" for model in MODELS])
-        return kept[precision]
+        strategies = SINGLE if strategy in SINGLE else DOUBLE
+        if strategies not in kept:
+            kept[strategies] = make(strategies)
+        return kept[strategies]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """alone(strategy): the runs of one process in the precision that this strategy is compared in."""
+
+    def make(strategies):
+        folder = tmp_path_factory.mktemp("alone")
+        launch(1, strategies[0], folder, [f"{model}/single/4/0.04" for model in MODELS])
+        return folder
+
+    return once(make)
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """together(strategy): the runs of two processes."""
-    kept = {}
 
-    def run(strategy):
-        if strategy not in kept:
-            kept[strategy] = tmp_path_factory.mktemp(strategy)
-            cases = [f"{m}/{s}/{micro_batch(m)}/0.04" for m, s in PROVEN if s == strategy]
-            launch(2, strategy, kept[strategy], cases)
-        return kept[strategy]
+    def make(strategies):
+        folder = tmp_path_factory.mktemp("together")
+        cases = [f"{m}/{s}/{micro_batch(m)}/0.04" for m, s in PROVEN if s in strategies]
+        launch(2, strategies[0], folder, cases)
+        return folder
 
-    return run
+    return once(make)
 
 
 def copied(run: Path, to: Path) -> None:
@@ -102,19 +108,16 @@ def copied(run: Path, to: Path) -> None:
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory, alone):
     """resumed(strategy): two processes from the middle of one process's runs to their end."""
-    kept = {}
 
-    def run(strategy):
-        if strategy not in kept:
-            kept[strategy] = tmp_path_factory.mktemp(f"resumed_{strategy}")
-            models = [m for m, s in PROVEN if s == strategy]
-            for model in models:
-                to = run_of(kept[strategy], model, strategy, micro_batch(model))
-                copied(run_of(alone(strategy), model, "single", 4), to)
-            launch(2, strategy, kept[strategy], [f"{m}/{strategy}/{micro_batch(m)}/0.04" for m in models])
-        return kept[strategy]
+    def make(strategies):
+        folder = tmp_path_factory.mktemp("resumed")
+        pairs = [(m, s) for m, s in PROVEN if s in strategies and m != "ddgan_lazy"]
+        for model, strategy in pairs:
+            copied(run_of(alone(strategy), model, "single", 4), run_of(folder, model, strategy, micro_batch(model)))
+        launch(2, strategies[0], folder, [f"{m}/{s}/{micro_batch(m)}/0.04" for m, s in pairs])
+        return folder
 
-    return run
+    return once(make)
 
 
 def tensors(run: Path, moment: str) -> dict[str, torch.Tensor]:
@@ -142,10 +145,8 @@ def assert_equal(ours: dict, theirs: dict, strategy: str) -> None:
 @pytest.mark.parametrize("model, strategy", proven())
 def test_two_processes_give_the_weights_of_one(model, strategy, alone, together):
     """Five batches with clipped gradients, moving averages, Split-and-Prune and exact R1, and what was saved midway."""
-    ours, theirs = (
-        run_of(together(strategy), model, strategy, micro_batch(model)),
-        run_of(alone(strategy), model, "single", 4),
-    )
+    ours = run_of(together(strategy), model, strategy, micro_batch(model))
+    theirs = run_of(alone(strategy), model, "single", 4)
     for moment in (MIDDLE, LAST):
         assert_equal(tensors(ours, moment), tensors(theirs, moment), strategy)
     begun, ended = tensors(theirs, MIDDLE), tensors(theirs, LAST)
@@ -164,25 +165,23 @@ def test_what_one_process_saved_two_go_on_with(model, strategy, alone, resumed):
 @pytest.fixture(scope="module")
 def resumed_alone(tmp_path_factory, together):
     """resumed_alone(strategy): one process from the middle of two processes' runs to their end."""
-    kept = {}
 
-    def run(strategy):
-        if strategy not in kept:
-            kept[strategy] = tmp_path_factory.mktemp(f"alone_{strategy}")
-            models = [m for m, s in PROVEN if s == strategy and m != "ddgan_lazy"]
-            for model in models:
-                to = run_of(kept[strategy], model, "single", 4)
-                copied(run_of(together(strategy), model, strategy, micro_batch(model)), to)
-            launch(1, strategy, kept[strategy], [f"{model}/single/4/0.04" for model in models])
-        return kept[strategy]
+    def make(strategies):
+        folder = tmp_path_factory.mktemp("resumed_alone")
+        pairs = [(m, s) for m, s in PROVEN if s in strategies and m != "ddgan_lazy"]
+        for model, strategy in pairs:
+            begun = run_of(together(strategy), model, strategy, micro_batch(model))
+            copied(begun, run_of(folder, model, "single", f"4-{strategy}"))
+        launch(1, strategies[0], folder, [f"{m}/single/4/0.04/{s}" for m, s in pairs])
+        return folder
 
-    return run
+    return once(make)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model, strategy", proven(lambda model, strategy: model != "ddgan_lazy"))
 def test_what_two_processes_saved_one_goes_on_with(model, strategy, alone, resumed_alone):
-    ours = run_of(resumed_alone(strategy), model, "single", 4)
+    ours = run_of(resumed_alone(strategy), model, "single", f"4-{strategy}")
     theirs = run_of(alone(strategy), model, "single", 4)
     assert_equal(tensors(ours, LAST), tensors(theirs, LAST), strategy)
 
@@ -193,19 +192,22 @@ def test_splits_happened_while_engines_were_compared(alone):
     assert sum(float(line.split(",")[3]) for line in log.splitlines() if ",train/splits," in line) > 0
 
 
-@pytest.mark.slow
-def test_four_processes_as_two_replicas_of_two_shards(tmp_path, alone):
-    launch(4, "hsdp", tmp_path, ["ddgan/hsdp/2/0.04", "ddn/hsdp/2/0.04"])
-    for model in ("ddgan", "ddn"):
-        ours, theirs = run_of(tmp_path, model, "hsdp", 2), run_of(alone("hsdp"), model, "single", 4)
-        assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "hsdp")
+FOUR = [("ddgan", "hsdp"), ("ddn", "hsdp"), ("ddn", "pipeline"), ("expert", "tensor_parallel")]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """The runs of four processes: two replicas of two shards, two copies of two stages, two copies of two shares."""
+    folder = tmp_path_factory.mktemp("four")
+    launch(4, DOUBLE[0], folder, [f"{model}/{strategy}/2/0.04" for model, strategy in FOUR])
+    return folder
 
 
 @pytest.mark.slow
-def test_four_processes_as_two_copies_of_two_stages(tmp_path, alone):
-    launch(4, "pipeline", tmp_path, ["ddn/pipeline/2/0.04"])
-    ours, theirs = run_of(tmp_path, "ddn", "pipeline", 2), run_of(alone("pipeline"), "ddn", "single", 4)
-    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "pipeline")
+@pytest.mark.parametrize("model, strategy", FOUR)
+def test_four_processes_give_the_weights_of_one(model, strategy, four, alone):
+    ours, theirs = run_of(four, model, strategy, 2), run_of(alone(strategy), model, "single", 4)
+    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), strategy)
 
 
 def logged(run: Path) -> dict[tuple, float]:
@@ -215,15 +217,16 @@ def logged(run: Path) -> dict[tuple, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_stages_log_what_one_process_logs(schedule, tmp_path, alone):
+def test_stages_log_what_one_process_logs(tmp_path, alone):
     """Both schedules, with four micro-batches in a pass: losses of every layer, the gradient's norm before clipping,
     splits and how leaves are used."""
-    words = [f"strategy.schedule={schedule}", "strategy.micro_batches=4"]
-    launch(2, "pipeline", tmp_path, ["ddn/pipeline/8/0.04"], words)
-    ours, theirs = run_of(tmp_path, "ddn", "pipeline", 8), run_of(alone("pipeline"), "ddn", "single", 4)
-    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "pipeline")
-    assert logged(ours) == pytest.approx(logged(theirs), abs=1e-9) and len(logged(ours)) > 50
+    words = "strategy.micro_batches=4,strategy.schedule"
+    launch(2, "pipeline", tmp_path, [f"ddn/pipeline/8/0.04/{name},{words}={name}" for name in ("gpipe", "1f1b")])
+    theirs = run_of(alone("pipeline"), "ddn", "single", 4)
+    for name in ("gpipe", "1f1b"):
+        ours = run_of(tmp_path, "ddn", "pipeline", f"8-{name}")
+        assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "pipeline")
+        assert logged(ours) == pytest.approx(logged(theirs), abs=1e-9) and len(logged(ours)) > 50
 
 
 def test_layers_are_cut_where_stages_take_equally_long():
@@ -237,14 +240,6 @@ def test_stages_wait_for_one_another_at_both_ends_of_a_batch():
     assert bubble([0.5, 0.5], 1) == pytest.approx(0.5)
     assert bubble([0.25] * 4, 8) == pytest.approx(3 / 11)  # (stages - 1) / (micro-batches + stages - 1)
     assert bubble([0.8, 0.2], 1000) == pytest.approx(1 - 0.5 / 0.8, abs=1e-2)  # the slower one sets the pace
-
-
-@pytest.mark.slow
-def test_four_processes_as_two_copies_of_two_shares(tmp_path, alone):
-    launch(4, "tensor_parallel", tmp_path, ["expert/tensor_parallel/2/0.04"])
-    ours = run_of(tmp_path, "expert", "tensor_parallel", 2)
-    theirs = run_of(alone("tensor_parallel"), "expert", "single", 4)
-    assert_equal(tensors(ours, LAST), tensors(theirs, LAST), "tensor_parallel")
 
 
 REFUSED_WORDS = [  # before training starts
@@ -316,6 +311,22 @@ VARIANTS = [  # model, engine, settings of both, settings of the engine alone, l
 ]
 
 
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory):
+    """varied(strategy): the runs of VARIANTS, of two processes and, where one needs other settings too, of one."""
+
+    def make(strategies):
+        folder = tmp_path_factory.mktemp("varied")
+        variants = [v for v in VARIANTS if v[1] in strategies]
+        ours = [",".join([f"{m}/{s}/2/0.04", *both, *own]) for m, s, both, own, _ in variants]
+        theirs = [",".join([f"{m}/single/4/0.04/{s}", *both]) for m, s, both, *_ in variants if both]
+        launch(2, strategies[0], folder, ours)
+        launch(1, strategies[0], folder, theirs)
+        return folder
+
+    return once(make)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model, strategy, both, own, bound",
@@ -324,13 +335,12 @@ VARIANTS = [  # model, engine, settings of both, settings of the engine alone, l
         for v in VARIANTS
     ],
 )
-def test_settings_of_engines_leave_the_weights(model, strategy, both, own, bound, tmp_path, alone):
+def test_settings_of_engines_leave_the_weights(model, strategy, both, own, bound, varied, alone):
     """To rounding errors of what is sent or computed in bfloat16, which are there, and else as closely as ever."""
-    launch(2, strategy, tmp_path, [f"{model}/{strategy}/2/0.04"], [*both, *own])
-    if both:
-        launch(1, strategy, tmp_path, [f"{model}/single/4/0.04"], both)
-    theirs = tensors(run_of(tmp_path if both else alone(strategy), model, "single", 4), LAST)
-    ours = tensors(run_of(tmp_path, model, strategy, 2), LAST)
+    folder = varied(strategy)
+    ours = tensors(run_of(folder, model, strategy, 2), LAST)
+    one = run_of(folder, model, "single", f"4-{strategy}") if both else run_of(alone(strategy), model, "single", 4)
+    theirs = tensors(one, LAST)
     assert ours.keys() == theirs.keys()
     apart = max((ours[n].double() - v.double()).abs().max().item() for n, v in theirs.items() if "weights" in n)
     assert apart <= bound and (bound < 1e-3 or apart > 1e-7), apart
