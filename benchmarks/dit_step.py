@@ -34,7 +34,7 @@ SPEED_UP, LAST, LR, DECAY = 1.7, 20, 1e-3, 0.9999
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="all that this CPU has instructions for")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of a turn, at least one step")
     parser.add_argument("--parity", type=int, default=80, help="steps whose losses are compared; 0 for none")
@@ -46,6 +46,7 @@ def main() -> None:
     if args.quick:
         args.cases, args.variants, args.turns, args.seconds, args.parity = ["mini/4"], ["fp32"], 1, 0.1, 4
     write({"cpu_computes_in_bf16": (has_bf16 := computes_in_bf16())})
+    args.variants = args.variants or [name for name, on in VARIANTS.items() if has_bf16 or "bf16" not in on]
     targets = {}
     for case in args.cases:
         settings = {name: {"case": case, "variant": name} for name in ("plain", *args.variants)}
