@@ -159,7 +159,7 @@ def test_what_changes_weights_changes_the_name(composed, default_name, override)
 def test_recipes_for_two_cores_use_bf16_where_the_processor_knows_it(composed):
     known = torch.cpu.get_capabilities()
     knows = any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    for name in ("ddn_small", "ddgan_small"):
+    for name in ("ddn_small", "ddgan_small", "expert_small", "paris_expert", "paris_router"):
         on_cpu = composed(f"experiment={name}", "trainer.accelerator=cpu").trainer.precision
         assert on_cpu == fast_precision("cpu") == ("bf16-mixed" if knows else "32-true")
         assert composed(f"experiment={name}", "trainer.accelerator=gpu").trainer.precision == "bf16-mixed"
