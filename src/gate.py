@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self, store: str, router: str, device: torch.device | str):
         self.store, self.device = store, device
-        card, self.network, self.calibration = self._read(router, "experiment=paris_router")
+        card, self.network, self.calibration = self._read(router, f"experiment=paris_{router}")
         self.contract: Mapping[str, Any] = card["contract"]
         self.counts: list[float] = list(card["counts"])
         self.heads = [self._head(kind) for kind in stores.kinds(store, "heads")]

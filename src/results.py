@@ -59,6 +59,9 @@ def opened(config: DictConfig, checkpoint: str) -> Source:
 
 def sample(config: DictConfig) -> None:
     """Draw images: one picture of them all, and a file for each where `files` is set."""
+    for key, least in (("num", 1), ("batch", 1), ("first", 0)):
+        if config[key] < least:
+            raise ValueError(f"{key}={config[key]} must be at least {least}")
     source = opened(config, config.checkpoint)
     if source.channels not in (1, 3):
         raise ValueError(f"{source.name} draws points, not images; look at them with evaluate.py run={config.run}")

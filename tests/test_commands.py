@@ -231,6 +231,12 @@ def test_a_label_for_a_model_without_labels_is_refused(tiny_run, tmp_path):
         sample(config)
 
 
+@pytest.mark.parametrize("word, least", [("num=0", 1), ("batch=0", 1), ("first=-1", 0)])
+def test_samples_that_cannot_be_are_refused(word, least, tiny_run, tmp_path):
+    with pytest.raises(ValueError, match=f"^{word} must be at least {least}$"):
+        sample(compose_config(tmp_path, f"run={tiny_run}", f"out={tmp_path}", word, command="sample"))
+
+
 def test_samples_of_a_label_are_drawn_from_a_model_with_labels(tmp_path):
     words = [*TINY, "model.decoder.classes=10", "callbacks=[budget,checkpoint]", "logger=[csv]", "total_kimg=0.001"]
     config = compose_config(tmp_path, *words)

@@ -296,6 +296,8 @@ def test_calibration_of_the_card_is_used(store):
     ("break_it", "options", "fix"),
     [
         (lambda store: shutil.rmtree(store / "router"), {}, "no router that can be used; train it: .*paris_router"),
+        (lambda store: None, {"router": "router_infonce"}, "no router_infonce that .*=paris_router_infonce"),
+        (lambda store: None, {"max_dead_mass": 1.1}, "max_dead_mass=1.1 must be a share from 0 to 1"),
         (lambda store: None, {"steps": 0}, "set it to 1 or more"),
         (lambda store: None, {"solver": "rk4"}, "choose one of"),
         (lambda store: None, {"in_memory": 0}, "one expert has to be in memory"),

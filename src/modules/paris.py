@@ -59,6 +59,8 @@ class Paris:
     ):
         if steps < 1:
             raise ValueError(f"model.steps is {steps}; set it to 1 or more")
+        if not 0 <= max_dead_mass <= 1:
+            raise ValueError(f"max_dead_mass={max_dead_mass} must be a share from 0 to 1")
         devices = list(devices or ["cuda" if torch.cuda.is_available() else "cpu"])
         self.store, self.device, self.strategy = store, torch.device(devices[0]), strategy
         self.steps, self.guidance, self.max_dead_mass, self.decoder = steps, guidance, max_dead_mass, decoder
