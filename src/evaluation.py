@@ -45,6 +45,11 @@ def evaluate(config: DictConfig) -> None:
     data.prepare_data()
     data.setup()
     data = getattr(data, "source", data)  # samples of latents are compared with the images that these are of
+    if data.channels != source.channels:
+        raise ValueError(
+            f"{source.name} draws images of {source.channels} channels, and data's have {data.channels}: set data to "
+            "what it was trained on"
+        )
     held_out = data.held_out.read(slice(0, config.num))
     shown = data.as_seen(held_out[:10000]) if isinstance(data, KnownModes) else None
     modes = data.modes(Path(config.cache)).to(source.model.device) if isinstance(data, KnownModes) else None

@@ -48,6 +48,7 @@ class Experts:
             raise ValueError(f"in_memory={in_memory}, but one expert has to be in memory to be asked")
         self.store, self.contract, self.devices = store, contract, [torch.device(d) for d in devices]
         self.in_memory, self.check_seconds, self.say = in_memory, check_seconds, say
+        self.guided = False  # whether all of them have to know images without their label
         self.cards: list[dict[str, Any] | None] = [None] * count
         self._states: list[str | None] = [None] * count
         self._networks: OrderedDict[int, tuple[nn.Module, Objective]] = OrderedDict()
@@ -69,7 +70,7 @@ class Experts:
                 state = stores.state(self.store, kind)
                 if state == self._states[k]:
                     continue
-                card, rejected = stores.newest(self.store, kind)
+                card, rejected = stores.newest(self.store, kind, ("contract", "network"))
             except OSError as error:
                 state, card, rejected = None, None, [f"{kind} cannot be read: {error}"]
             first, self._states[k] = self._states[k] is None, state
@@ -77,22 +78,28 @@ class Experts:
                 self.say(line)
             if card is not None:
                 require_same(self.contract, card["contract"], kind)
+                self._require_guidable(card)
             if card is None and (first or before is not None):
                 self.say(f"{kind} is not there: going on without it")
-            elif card is not None and not first and (before is None or before["sha256"] != card["sha256"]):
+            elif card is not None and not first and card != before:
                 self.say(f"{kind} is now the one after {card['images']} images")
-            if card is None or before is None or before["sha256"] != card["sha256"]:
+            if card is None or card != before:
                 self._networks.pop(k, None)
             self.cards[k] = card
 
-    def require_guidance(self, scale: float) -> None:
-        """Raise ValueError where an expert never saw images without their label, so that nothing could be guided."""
+    def require_guidance(self) -> None:
+        """From now on, raise ValueError for an expert that never saw images without their label to be guided by."""
+        self.guided = True
         for card in self.cards:
-            if card is not None and not (card["network"].get("classes") and card.get("label_dropout")):
-                raise ValueError(
-                    f"cfg_scale={scale}: {card['kind']} was not trained both with labels and without (network.classes, "
-                    "label_dropout), so that there is nothing to guide by; set it to 1"
-                )
+            if card is not None:
+                self._require_guidable(card)
+
+    def _require_guidable(self, card: dict[str, Any]) -> None:
+        if self.guided and not (card["network"].get("classes") and card.get("label_dropout")):
+            raise ValueError(
+                f"{card['kind']} was not trained both with labels and without (network.classes, label_dropout), so "
+                "that there is nothing to guide by; set cfg_scale=1"
+            )
 
     def ask(self, k: int, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """Expert k's velocity at x (n, c, h, w), times t (n,) in [0, 1] and labels (n,), wherever these are.

@@ -63,7 +63,14 @@ class Features:
 
     def __call__(self, read: Read, count: int) -> np.ndarray:
         """The features of `count` images, batch by batch."""
-        found = [(raw - self.mean) @ self.components.T for raw in self._batches(read, count)]
+        found = []
+        for raw in self._batches(read, count):
+            if raw.shape[1] != len(self.mean):
+                raise ValueError(
+                    f"these images give {raw.shape[1]} numbers to compare them by, those of the partition "
+                    f"{len(self.mean)}: they have another resolution or other channels; make another partition"
+                )
+            found.append((raw - self.mean) @ self.components.T)
         return np.concatenate(found) if found else np.empty((0, len(self.components)), np.float32)
 
     @torch.no_grad()

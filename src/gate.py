@@ -12,6 +12,8 @@ from src.flow import TIME_SCALE
 from src.images import at_least_float32
 from src.routing import Calibration, Draw, Strategy, weights
 
+NEEDS = ("contract", "network", "counts", "calibration")  # of a card
+
 
 class Gate:
     """Reads router and heads once, and weights experts by them.
@@ -30,7 +32,11 @@ class Gate:
         card, self.network, self.calibration = self._read(router, f"experiment=paris_{router}")
         self.contract: Mapping[str, Any] = card["contract"]
         self.counts: list[float] = list(card["counts"])
-        self.heads = [self._head(kind) for kind in stores.kinds(store, "heads")]
+        known = {f"heads/{k}" for k in range(len(self.counts))}
+        for kind in stores.kinds(store, "heads"):
+            if kind in known:
+                print(f"{kind} is not used: {router} knows that expert itself")
+        self.heads = [self._head(kind) for kind in stores.kinds(store, "heads") if kind not in known]
 
     def weights(
         self,
@@ -58,7 +64,7 @@ class Gate:
         return network, calibration
 
     def _read(self, kind: str, made_by: str) -> tuple[dict[str, Any], nn.Module, Calibration]:
-        card, rejected = stores.newest(self.store, kind)
+        card, rejected = stores.newest(self.store, kind, NEEDS)
         print("".join(f"{line}\n" for line in rejected), end="")
         if card is None:
             raise ValueError(f"{self.store} has no {kind} that can be used; train it: python train.py {made_by}")

@@ -32,8 +32,8 @@ class Partition:
     """Clusters of one or several data sets.
 
     `sets` has an entry for each data set, the first being the one that was clustered; `arrays` those of each by the
-    set's identity: labels (n,) and held_out (m,), the nearest fine centroid of each training image (n,), and the
-    centroids (f, d) and their clusters (f,) that came with the set.
+    set's identity: labels (n,) and held_out (m,), hashes of these images' pixels (n,) and (m,), the nearest fine
+    centroid of each training image (n,), and the centroids (f, d) and their clusters (f,) that came with the set.
     """
 
     def __init__(self, card: dict[str, Any], arrays: Mapping[str, dict[str, np.ndarray]], features: Features):
@@ -51,8 +51,13 @@ class Partition:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Training images of each cluster over all data sets: int64 (k,)."""
-        return sum(np.bincount(a["labels"], minlength=self.clusters) for a in self.arrays.values())
+        """Training images of each cluster over all data sets, those in several counted once: int64 (k,)."""
+        found, seen = np.zeros(self.clusters, np.int64), np.empty(0, np.uint64)
+        for arrays in reversed(self.arrays.values()):  # the newest label is an image's
+            fresh = ~np.isin(arrays["hashes"], seen)
+            found += np.bincount(arrays["labels"][fresh], minlength=self.clusters)
+            seen = np.concatenate([seen, arrays["hashes"]])
+        return found
 
     def centroids(self, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The fine centroids (f, d) and the cluster of each (f,): all, or the `count` that there were at some time."""
@@ -91,7 +96,7 @@ class Partition:
 
     def check_cluster(self, cluster: int, identity: str) -> None:
         """Raise ValueError where there is no such cluster, or no image of it in this data set."""
-        if not 0 <= cluster < self.clusters:
+        if not (isinstance(cluster, int) and 0 <= cluster < self.clusters):
             raise ValueError(f"data.cluster={cluster} does not exist; the partition has 0 to {self.clusters - 1}")
         for name, what in (("labels", "training"), ("held_out", "held-out")):
             if cluster not in self.arrays[identity][name]:
@@ -126,7 +131,7 @@ class Partition:
         """
         if balance not in BALANCE:
             raise ValueError(f"balance={balance} does not exist; there is {', '.join(BALANCE)}")
-        if not 0 <= bounds[0] <= 1 <= bounds[1]:
+        if len(bounds) != 2 or not 0 <= bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds={list(bounds)} must be a share of the mean up to 1, and one from 1")
         found = features.fit(train.read, len(train))(train.read, len(train))
         with Console().status(f"Clustering {len(found)} images"):
@@ -145,6 +150,7 @@ class Partition:
         card |= {"kind": features.kind, "dino": features.dino, "balance": balance, "bounds": list(bounds), "sets": []}
         made = cls(card, {identity: arrays}, features)
         arrays["held_out"] = made.assign(held_out)
+        arrays |= {"hashes": pixel_hashes(train), "held_out_hashes": pixel_hashes(held_out)}
         card["sets"].append(made._described(identity, train, held_out, files.FIRST))
         made.card["base"] = made.card["sets"][0]["sha256"]
         return made
@@ -152,11 +158,13 @@ class Partition:
     def extend(self, identity: str, train: Readable, held_out: Readable, new: bool) -> None:
         """Take in another data set: its images go to the nearest centroids, or (`new`) are a cluster of their own.
 
+        Images that the partition has already keep the cluster whose expert learned them when others are assigned.
         Raises ValueError for one that is known already.
         """
         if identity in self.arrays:
             raise ValueError(f"the partition knows these images ({identity}) already")
-        arrays: dict[str, np.ndarray] = {}
+        arrays = {"hashes": pixel_hashes(train), "held_out_hashes": pixel_hashes(held_out)}
+        known = self._known()
         found = self.features(train.read, len(train))
         if new:
             fine = max(1, self.card["sets"][0]["centroids"] // self.clusters)
@@ -167,9 +175,21 @@ class Partition:
         centroids, coarse = self.centroids()
         arrays["fine"] = nearest(found, centroids)
         arrays["labels"], arrays["held_out"] = coarse[arrays["fine"]], self.assign(held_out)
-        if new:
-            arrays["labels"], arrays["held_out"] = (np.full_like(arrays[k], coarse[-1]) for k in ("labels", "held_out"))
+        for labels, hashes in (("labels", "hashes"), ("held_out", "held_out_hashes")):
+            if new:
+                arrays[labels] = np.full_like(arrays[labels], coarse[-1])
+            else:
+                near = zip(arrays[hashes].tolist(), arrays[labels].tolist(), strict=True)
+                arrays[labels] = np.array([known.get(image, label) for image, label in near], np.int16)
         self.card["sets"].append(self._described(identity, train, held_out, f"partition-{identity}.npz"))
+
+    def _known(self) -> dict[int, int]:
+        """Hash -> cluster of every image that is in the partition; the newest, where it is in several data sets."""
+        found: dict[int, int] = {}
+        for arrays in self.arrays.values():
+            for labels, hashes in (("held_out", "held_out_hashes"), ("labels", "hashes")):
+                found.update(zip(arrays[hashes].tolist(), arrays[labels].tolist(), strict=True))
+        return found
 
     def _described(self, identity: str, train: Readable, held_out: Readable, file: str) -> dict[str, Any]:
         sizes = np.bincount(self.arrays[identity]["labels"], minlength=self.clusters)
@@ -190,11 +210,17 @@ class Partition:
         files.write(store, self.card, self.arrays[self.card["sets"][-1]["data"]])
 
     @classmethod
-    def load(cls, store: str) -> "Partition":
-        """The partition of a store. Raises ValueError where there is none, or its files are not what its card says."""
+    def load(cls, store: str, dino: str | None = None) -> "Partition":
+        """The partition of a store; `dino`: where DINOv2 lies on this machine, if not where it lay on the first.
+
+        Raises ValueError where there is none, or its files are not what its card says.
+        """
         card, arrays = files.read(store)
         first = arrays[card["sets"][0]["data"]]
-        return cls(card, arrays, Features(card["kind"], card["dino"], first["mean"], first["components"]))
+        features = Features(card["kind"], dino or card["dino"], first["mean"], first["components"])
+        if dino and features.id != card["features"]:
+            raise ValueError(f"dino={dino} is not what {store} was partitioned by, {card['features']}")
+        return cls(card, arrays, features)
 
 
 def order(images: Readable) -> str:
@@ -203,3 +229,10 @@ def order(images: Readable) -> str:
         images.read(slice(i, min(i + 1024, len(images)))).double().sum((1, 2, 3)) for i in range(0, len(images), 1024)
     ]
     return hashlib.sha256(b"".join(part.numpy().tobytes() for part in sums)).hexdigest()
+
+
+def pixel_hashes(images: Readable) -> np.ndarray:
+    """A hash of each image's pixels, by which it is known in other data sets: uint64 (n,)."""
+    parts = (images.read(slice(i, min(i + 1024, len(images)))) for i in range(0, len(images), 1024))
+    found = [hashlib.blake2b(image.numpy().tobytes(), digest_size=8).digest() for part in parts for image in part]
+    return np.array([int.from_bytes(digest) for digest in found], np.uint64)

@@ -12,7 +12,7 @@ from src.clustering import imbalance
 from src.store import get, put
 
 CARD, FIRST = "partition.json", "partition.npz"
-SCHEMA = 1
+SCHEMA = 2
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,9 +45,16 @@ def read(store: str) -> tuple[dict[str, Any], dict[str, Arrays]]:
         raise ValueError(f"{store}/{CARD} cannot be read ({error}); make another partition") from error
     if card.get("schema") != SCHEMA:
         raise ValueError(f"{store}/{CARD} is of schema {card.get('schema')}, not {SCHEMA}; make another partition")
-    if card["base"] != card["sets"][0]["sha256"]:
-        raise ValueError(f"{store}/{CARD} has a base that is not the hash of {FIRST}; make another partition")
-    return card, {known["data"]: _checked(store, known) for known in card["sets"]}
+    try:
+        if card["base"] != card["sets"][0]["sha256"]:
+            raise ValueError(f"{store}/{CARD} has a base that is not the hash of {FIRST}; make another partition")
+        if card["clusters"] != max(len(known["sizes"]) for known in card["sets"]):
+            raise ValueError(f"{store}/{CARD} has other clusters than its sizes say; make another partition")
+        for key in ("kind", "dino", "features", "seed"):
+            card[key]
+        return card, {known["data"]: _checked(store, known) for known in card["sets"]}
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{store}/{CARD} is not whole: it lacks {error}; make another partition") from error
 
 
 def exists(store: str) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
@@ -25,7 +26,7 @@ def partition(config: DictConfig) -> None:
     """
     data = _data(config)
     if config.later is not None:
-        made = Partition.load(config.store)
+        made = Partition.load(config.store, config.dino)
         made.extend(data.identity, data.train, data.held_out, new=config.later == "new")
     else:
         features = Features(config.features, config.dino)
@@ -39,7 +40,7 @@ def partition(config: DictConfig) -> None:
                 f"{config.store} has another partition ({other[:12]}), which experts may be trained on: choose another "
                 "store, or later=assign or later=new to extend it"
             )
-    known = made.card["sets"][-1]
+    known, name = made.card["sets"][-1], HydraConfig.get().runtime.choices.data
     labels = made.arrays[data.identity]["labels"]
     if config.later is not None or not exists(config.store):
         made.save(config.store)
@@ -55,7 +56,7 @@ def partition(config: DictConfig) -> None:
         f"Imbalance  {known['imbalance']:.3f}; {100 * moved:.1f} % of the images are not in the nearest cluster\n"
         f"Partition  {config.store}/{CARD} and {known['file']} (lineage {made.base[:12]})\n"
         + (f"Examples   {config.store}/{picture}\n" if data.channels in (1, 3) else "")
-        + "Next       python train.py experiment=paris_expert expert=0"
+        + f"Next       python train.py experiment=paris_expert expert=0 data={name} store={config.store}"
     )
 
 

@@ -28,7 +28,8 @@ def summary(folder: Path, overrides: list[str]) -> str:
     again = shlex.join([*others, f"seed={max(seeds, default=0) + 1}"])
     lines += ["", "Next:"]
     if (folder / "router.png").exists():
-        lines.append("  .venv/bin/python sample.py experiment=paris  # once experts are published as well")
+        draw = shlex.join(["experiment=paris", *(word for word in overrides if word.startswith("store="))])
+        lines.append(f"  .venv/bin/python sample.py {draw}  # once experts are published as well")
     elif "modes" not in newest:  # points are no images
         lines.append(f"  .venv/bin/python sample.py run={folder}    # more samples")
     if not (folder / "router.png").exists():

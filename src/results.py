@@ -62,6 +62,8 @@ def sample(config: DictConfig) -> None:
     for key, least in (("num", 1), ("batch", 1), ("first", 0)):
         if config[key] < least:
             raise ValueError(f"{key}={config[key]} must be at least {least}")
+    if config.label is not None and not isinstance(config.label, int):
+        raise ValueError(f"label={config.label} must be the number of a class")
     source = opened(config, config.checkpoint)
     if source.channels not in (1, 3):
         raise ValueError(f"{source.name} draws points, not images; look at them with evaluate.py run={config.run}")

@@ -8,13 +8,14 @@ appear under their names at once, and readers take the newest card whose weights
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fsspec
 import safetensors.torch
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ def publish(
     return json.loads(text)
 
 
-def newest(store: str, kind: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest card whose weights have its hash; and a line for every newer one that is not used, and why."""
+def newest(store: str, kind: str, needs: Sequence[str] = ()) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest card with what it `needs` whose weights have its hash; and why every newer one is not used, a line."""
     files, folder = _place(store, kind)
     rejected = []
     for path in _cards(files, folder):
@@ -56,6 +57,8 @@ def newest(store: str, kind: str) -> tuple[dict[str, Any] | None, list[str]]:
             card = json.loads(files.cat_file(path))
             if (card["kind"], f"{card['images']:012d}{CARD}") != (kind, path.rpartition("/")[2]):
                 raise ValueError(f"it is that of {card['kind']} after {card['images']} images")
+            for key in needs:
+                card[key]
             _require_intact(files, path.removesuffix(CARD) + WEIGHTS, card)
             return card, rejected
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -100,9 +103,12 @@ def state(store: str, kind: str) -> str:
 
 
 def built(node: Mapping[str, Any]) -> Any:
-    """The network or objective that a card describes. Raises ValueError for one that asks for anything else."""
+    """The network or objective that a card describes. Raises ValueError for anything else, or what is unknown here."""
     _require_ours(node)
-    return instantiate(dict(node))
+    try:
+        return instantiate(dict(node))
+    except (HydraException, TypeError) as error:
+        raise ValueError(f"a card describes what this version cannot build ({error.__cause__ or error})") from error
 
 
 def network_of(store: str, card: Mapping[str, Any]) -> nn.Module:

@@ -1,7 +1,10 @@
 """The ensemble on real files: mixing, guidance, experts that differ, that come late, and that are killed meanwhile."""
 
+import json
 import os
+import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,9 +49,9 @@ def publish_expert(store, k, images=1000, seed=None, keep=2, objective="Velocity
     return stores.publish(str(store), f"experts/{k}", images, weights, card | changes, keep)
 
 
-def publish_router(store, kind="router", clusters=4, counts=COUNTS, k=None, seed=5, **calibration):
+def publish_router(store, kind="router", clusters=4, counts=COUNTS, k=None, seed=5, contract=CONTRACT, **calibration):
     node = ROUTER | {"clusters": clusters}
-    card = {"k": k, "counts": counts, "contract": CONTRACT, "network": node}
+    card = {"k": k, "counts": counts, "contract": contract, "network": node}
     card["calibration"] = {"temperatures": [1.0, 2.0], "smoothing": 0.0} | calibration
     stores.publish(str(store), kind, 1, random_network(RouterDiT, node, seed).state_dict(), card)
 
@@ -253,6 +256,51 @@ def test_the_share_of_data_that_may_be_missing(store, capsys):
         paris(store, max_dead_mass=1.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"contract": None}, "experts/1/000000002000.json is not used: it lacks 'contract'"),
+        ({"network": NETWORK | {"unheard_of": 3}}, "a card describes what this version cannot build .*unheard_of"),
+        ({"objective": {"_target_": "src.objectives.Unheard"}}, "a card describes what this version cannot build"),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_card_that_says_too_little_or_too_much_costs_its_expert_alone(store, changes, told, early, capsys):
+    def spoil():
+        publish_expert(store, 1, 2000)
+        path = store / "experts" / "1" / "000000002000.json"
+        card = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in card.items() if value is not None}))
+
+    if early:
+        spoil()
+    strategy = Meanwhile((lambda: None) if early else spoil)
+    images = paris(store, strategy).sample(Noise(0, torch.arange(3)))
+    assert images.isfinite().all() and re.search(told, capsys.readouterr().out)
+    assert bool(strategy.weights[-1][:, 1].any()) == ("contract" in changes)  # then its older card is used
+
+
+def test_an_expert_that_cannot_be_guided_is_refused_in_the_middle_too(store):
+    strategy = Meanwhile(lambda: publish_expert(store, 1, 2000, label_dropout=0.0))
+    model = paris(store, strategy, guidance=2.0)
+    with pytest.raises(ValueError, match="experts/1 was not trained both with labels and without"):
+        model.sample(Noise(0, torch.arange(3)), torch.zeros(3, dtype=torch.long))
+
+
+def test_latents_are_decoded_by_what_encoded_them_alone(tmp_path):
+    vae = {"id": "mine", "factor": 0.18215}
+    of_latents = contract((1, 8, 8), CLASSES, "encoded", "base", vae)
+    publish_router(tmp_path, contract=of_latents)
+    for k in range(4):
+        publish_expert(tmp_path, k, contract=of_latents)
+    decoder = SimpleNamespace(identity="mine", factor=0.18215, decode=lambda x: x.expand(-1, 3, -1, -1))
+    images = paris(tmp_path, decoder=decoder).sample(Noise(0, torch.arange(2)))
+    assert images.shape == (2, 3, 8, 8)
+    decoder.identity = "another"
+    with pytest.raises(ValueError, match=r"model\.decoder is .*another.*, but the experts' latents are of .*mine"):
+        paris(tmp_path, decoder=decoder)
+
+
 def test_experts_join_when_they_are_published_and_are_replaced_by_newer_ones(store, capsys):
     shutil.rmtree(store / "experts" / "2")
     strategy = Meanwhile(lambda: (publish_expert(store, 2), publish_expert(store, 0, 5000, seed=77)))
@@ -266,7 +314,7 @@ def test_experts_join_when_they_are_published_and_are_replaced_by_newer_ones(sto
 
 
 @torch.no_grad()
-def test_an_added_expert_takes_its_share_and_leaves_the_others_theirs(store):
+def test_an_added_expert_takes_its_share_and_leaves_the_others_theirs(store, capsys):
     publish_expert(store, 4)
     before, (x, t, labels) = paris(store), shown()
     assert len(before.experts.living) == 4  # without a head nobody asks it
@@ -278,6 +326,9 @@ def test_an_added_expert_takes_its_share_and_leaves_the_others_theirs(store):
     torch.testing.assert_close(w[:, 4], r)
     torch.testing.assert_close(w[:, :4], (1 - r)[:, None] * old)
     assert model.counts == [40, 30, 20, 10, 25] and len(model.experts.living) == 5
+    publish_router(store, "heads/3", clusters=2, counts=[100, 25], k=3)
+    assert paris(store).counts == [40, 30, 20, 10, 25]
+    assert "heads/3 is not used: router knows that expert itself" in capsys.readouterr().out
     publish_router(store, "heads/6", clusters=2, counts=[100, 25], k=6)
     with pytest.raises(ValueError, match="heads/6 tells expert 6 from the others; that of 5 is missing"):
         paris(store)

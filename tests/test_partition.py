@@ -111,6 +111,12 @@ def changed(path, **entries):
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
+def lacking(path, key):
+    card = json.loads(path.read_text())
+    del card[key]
+    path.write_text(json.dumps(card))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -118,8 +124,11 @@ def changed(path, **entries):
         (lambda f: (f / "partition.npz").unlink(), "partition.npz is missing; make another"),
         (lambda f: damaged(f / "partition.npz"), "partition.npz does not have the hash of partition.json"),
         (lambda f: (f / "partition.json").write_text("{"), "partition.json cannot be read"),
-        (lambda f: changed(f / "partition.json", schema=0), "is of schema 0, not 1; make another"),
+        (lambda f: changed(f / "partition.json", schema=0), "is of schema 0, not 2; make another"),
         (lambda f: changed(f / "partition.json", base="0"), "a base that is not the hash of partition.npz"),
+        (lambda f: changed(f / "partition.json", clusters=3), "has other clusters than its sizes say"),
+        (lambda f: changed(f / "partition.json", sets=[]), "is not whole: it lacks .*; make another"),
+        (lambda f: lacking(f / "partition.json", "kind"), "is not whole: it lacks 'kind'; make another"),
     ],
 )
 def test_files_that_are_not_what_they_should_be_are_refused(folder, spoil, said):
@@ -294,6 +303,52 @@ def test_later_images_extend_the_partition_and_leave_its_lineage(store, new):
         after.extend(later.identity, later.train, later.held_out, new=new)
 
 
+class Both(Shades):
+    """The images that came later and the first ones, of which others are held out."""
+
+    def load(self):
+        both = [Shades(lighter=lighter).load() for lighter in (1, 0)]
+        images, labels = (np.concatenate([part[i] for one in both for part in one]) for i in range(2))
+        order = np.random.default_rng(9).permutation(len(images))
+        images, labels = images[order], labels[order]
+        return (images[HELD_OUT:], labels[HELD_OUT:]), (images[:HELD_OUT], labels[:HELD_OUT])
+
+
+def test_images_that_are_known_keep_the_cluster_whose_expert_learned_them(store):
+    """So that a head, which sees new and old images, learns which are the new expert's."""
+    first, later, both = shades(), shades(lighter=1), Both()
+    partition = Partition.load(store)
+    partition.extend(later.identity, later.train, later.held_out, new=True)
+    partition.save(store)
+    both.setup()
+    partition.extend(both.identity, both.train, both.held_out, new=False)
+    partition.save(store)
+    found = Partition.load(store)
+    labels = dict.fromkeys((i.tobytes() for data in (later.train, later.held_out) for i in data.images), K)
+    for images, name in ((first.train.images, "labels"), (first.held_out.images, "held_out")):
+        labels |= dict(zip((i.tobytes() for i in images), found.arrays[first.identity][name].tolist(), strict=True))
+    for images, name in ((both.train.images, "labels"), (both.held_out.images, "held_out")):
+        assert found.arrays[both.identity][name].tolist() == [labels[i.tobytes()] for i in images]
+    nearest_alone = found.assign(both.train)
+    assert (nearest_alone != found.arrays[both.identity]["labels"]).sum() > 20
+    everything = np.bincount(list(labels.values()), minlength=K + 1)
+    never = np.bincount([labels[i.tobytes()] for i in both.held_out.images if i.tobytes() not in _seen(first, later)])
+    assert found.sizes.sum() == everything.sum() - never.sum() and found.sizes[K] >= COUNT
+
+
+def _seen(*sets):
+    return {i.tobytes() for data in sets for i in data.train.images}
+
+
+def test_images_of_another_size_cannot_be_assigned(folder):
+    larger = Shades()
+    larger.resolution = 8
+    larger.load = lambda: [(images.repeat(2, 2).repeat(2, 3), labels) for images, labels in Shades().load()]
+    larger.setup()
+    with pytest.raises(ValueError, match="these images give 64 numbers to compare them by, those of the partition 16"):
+        Partition.load(str(folder)).extend(larger.identity, larger.train, larger.held_out, new=False)
+
+
 def test_a_cluster_without_images_of_this_data_set_is_refused(folder):
     partition, later = Partition.load(str(folder)), shades(lighter=7)
     partition.extend(later.identity, later.train, later.held_out, new=True)
@@ -346,6 +401,7 @@ def test_the_command_makes_a_partition_that_training_data_reads(composed, tmp_pa
         (["imbalance=x"], "imbalance=x does not exist; choose warn or error"),
         (["later=x"], "later=x does not exist; choose assign or new"),
         (["later=new"], "has no partition.json; make one"),
+        (["bounds=[0.9]", "balance=capacity"], r"bounds=\[0.9\] must be a share of the mean up to 1, and one from 1"),
         (["bounds=[1.1,1.2]", "balance=capacity"], r"bounds=\[1.1, 1.2\] must be a share of the mean up to 1"),
     ],
 )

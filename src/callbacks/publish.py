@@ -24,6 +24,8 @@ class Publish(Callback):
     def __init__(self, store: str, kind: str, every_kimg: float, total_kimg: float, keep: int = 2):
         if keep < 1:
             raise ValueError(f"callbacks.publish.keep={keep}, but at least the newest has to stay")
+        if kind.endswith("/None"):
+            raise ValueError("expert=null is no expert to publish; set it to its cluster's number")
         self.store, self.kind, self.keep = store, kind, keep
         self.every_kimg, self.total_kimg = every_kimg, total_kimg
         self.published = 0  # images seen at the last one

@@ -71,13 +71,16 @@ class Paris:
         self.channels = 3 if decoder else self.shape[0]  # of the images
         if bool(self.contract["vae"]) != (decoder is not None):
             raise ValueError("model.decoder is for experts of latents, and they need it")
-        if stray := [kind for kind in stores.kinds(store, "experts")[len(self.counts) :]]:
-            print(f"{stray[0]} has no head and is not asked; train it: python train.py experiment=paris_head")
+        if decoder and (its := {"id": decoder.identity, "factor": decoder.factor}) != self.contract["vae"]:
+            raise ValueError(f"model.decoder is {its}, but the experts' latents are of {self.contract['vae']}")
+        known = {f"experts/{k}" for k in range(len(self.counts))}
+        for stray in (kind for kind in stores.kinds(store, "experts") if kind not in known):
+            print(f"{stray} has no head and is not asked; train it: python train.py experiment=paris_head")
         self.experts = Experts(store, self.contract, len(self.counts), devices, in_memory, check_seconds)
         self._require_enough(self.experts.living)
         self.classes = max(card["network"].get("classes", 0) for card in self.experts.cards if card)
         if guidance != 1:
-            self.experts.require_guidance(guidance)
+            self.experts.require_guidance()
         self.asked, self.drawn = [0.0] * BINS, [0] * BINS  # experts and samples, by time
 
     @torch.no_grad()
