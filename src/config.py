@@ -212,22 +212,28 @@ def _several(error: BaseException) -> str | None:
 def _wrong_override(name: str) -> str | None:
     """The first override on the command line that does not fit, with the nearest names that do."""
     groups = {str(p.relative_to(CONF)): sorted(f.stem for f in p.glob("*.yaml")) for p in CONF.rglob("*") if p.is_dir()}
-    known = _known_keys(name)
+    overrides = []
     for text in (a for a in sys.argv[1:] if not a.startswith("-")):
         try:
-            override = OverridesParser.create().parse_override(text)
+            overrides.append(OverridesParser.create().parse_override(text))
         except HydraException:
             return f"'{text}' is not of the form key=value (quote values that hold spaces, commas or equal signs)"
+    chosen = [o for o in overrides if o.key_or_group in groups and not o.key_or_group.startswith("hydra/")]
+    for override in chosen:  # before the keys, which choices bring
         key = override.key_or_group
-        if key in groups and not key.startswith("hydra/"):
-            if override.value() is None and not override.is_delete():
-                return f"{key}=null is no choice; ~{key} takes the group away, and there is {', '.join(groups[key])}"
-            for choice in (c for c in _choices(override) if c not in groups[key]):
-                return f"{key}={choice} does not exist; {_nearest(choice, groups[key])}"
-        elif override.is_add() or override.is_delete() or key in known or _of_hydra(key):
-            continue
-        else:
+        if override.value() is None and not override.is_delete():
+            return f"{key}=null is no choice; ~{key} takes the group away, and there is {', '.join(groups[key])}"
+        for choice in (c for c in _choices(override) if c not in groups[key]):
+            return f"{key}={choice} does not exist; {_nearest(choice, groups[key])}"
+    known = _known_keys(name)
+    for override in (o for o in overrides if o not in chosen):
+        key = override.key_or_group
+        if not (override.is_add() or override.is_delete() or key in known or _of_hydra(key)):
             return f"'{key}' is no key of the configuration; {_nearest(key, [*known, *groups])}"
+    for key in (o.key_or_group for o in chosen if not o.is_add() and o.key_or_group not in known):
+        having = [f.stem for f in sorted((CONF / "experiment").glob("*.yaml")) if f"- /{key}:" in f.read_text()]
+        if having and name != "train":
+            return f"{key} is chosen with experiment={' or experiment='.join(having)}; add that"
     return None
 
 
@@ -298,7 +304,8 @@ def _chosen(name: str, hydra_too: bool = False) -> DictConfig:
         try:
             return compose(name, choices, return_hydra_config=hydra_too)
         except HydraException:
-            return compose(name, return_hydra_config=hydra_too)
+            choices = [a for a in choices if a.startswith("experiment=")]
+            return compose(name, choices, return_hydra_config=hydra_too)
 
 
 def _keys(node: dict, prefix: str = "") -> Iterator[str]:

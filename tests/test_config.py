@@ -411,6 +411,22 @@ def test_other_commands_tell_mistakes_alike(mistake, command, tmp_path):
     assert "run=None" in mistake(command=command) or "run=" in mistake(command=command)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["experiment=paris", "store=x", "ensemble=tresh"], "ensemble=tresh does not exist; did you mean threshold"),
+        (["ensemble=top1"], "ensemble is chosen with experiment=paris; add that"),
+        (
+            ["experiment=paris", "stroe=x", "ensemble=top1"],
+            "'stroe' is no key of the configuration; did you mean store",
+        ),
+        (["experiment=paris", "store=x", "data=mnist"], "Could not override 'data'"),
+    ],
+)
+def test_of_several_words_the_wrong_one_is_told(mistake, words, said):
+    assert mistake(*words, command="sample").startswith(said)
+
+
 def test_compare_tells_mistakes_alike(mistake, tmp_path):
     assert mistake("rum=3", command="compare").startswith("'rum' is no key of the configuration; did you mean run")
     assert "matches no run folder" in mistake(f"runs={tmp_path / 'nowhere'}", command="compare")
