@@ -45,7 +45,7 @@ def evaluate(config: DictConfig) -> None:
     data.prepare_data()
     data.setup()
     data = getattr(data, "source", data)  # samples of latents are compared with the images that these are of
-    if data.channels != source.channels:
+    if config.get("ensemble") is not None and data.channels != source.channels:
         raise ValueError(
             f"{source.name} draws images of {source.channels} channels, and data's have {data.channels}: set data to "
             "what it was trained on"

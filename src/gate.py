@@ -68,7 +68,12 @@ class Gate:
         print("".join(f"{line}\n" for line in rejected), end="")
         if card is None:
             raise ValueError(f"{self.store} has no {kind} that can be used; train it: python train.py {made_by}")
-        return card, stores.network_of(self.store, card).to(self.device), Calibration(**card["calibration"])
+        network = stores.network_of(self.store, card).to(self.device)
+        if len(card["counts"]) != network.clusters or min(card["counts"]) < 1:
+            raise ValueError(
+                f"{kind} counts {card['counts']} images for its {network.clusters} clusters; train it again"
+            )
+        return card, network, Calibration(**card["calibration"])
 
 
 def _shown(network: nn.Module, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:

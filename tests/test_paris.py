@@ -12,6 +12,7 @@ from torch import nn
 
 from src import store as stores
 from src.contract import contract
+from src.evaluation import evaluate
 from src.experts import Experts
 from src.gate import Gate
 from src.modules.networks.dit import DiT
@@ -347,6 +348,7 @@ def test_calibration_of_the_card_is_used(store):
     ("break_it", "options", "fix"),
     [
         (lambda store: shutil.rmtree(store / "router"), {}, "no router that can be used; train it: .*paris_router"),
+        (lambda store: publish_router(store, counts=[1, 1, 1]), {}, r"router counts \[1, 1, 1\] images for its 4"),
         (lambda store: None, {"router": "router_infonce"}, "no router_infonce that .*=paris_router_infonce"),
         (lambda store: None, {"max_dead_mass": 1.1}, "max_dead_mass=1.1 must be a share from 0 to 1"),
         (lambda store: None, {"steps": 0}, "set it to 1 or more"),
@@ -422,3 +424,13 @@ def test_devices_are_taken_in_turns(store):
     experts = Experts(str(store), CONTRACT, 4, ["cpu", "meta"])
     assert {p.device.type for p in experts._loaded(0)[0].parameters()} == {"cpu"}
     assert {p.device.type for p in experts._loaded(3)[0].parameters()} == {"meta"}
+
+
+def test_an_ensemble_is_scored_against_images_of_its_kind(store, composed, tmp_path):
+    words = ["experiment=paris", f"store={store}", "num=4", "reference=4", "model.steps=1", f"folder={tmp_path}/scored"]
+    words += [f"cache={tmp_path}/cache"]
+    evaluate(composed(*words, "data=fashion10k", command="evaluate"))
+    found = json.loads((tmp_path / "scored" / "metrics.json").read_text())
+    assert found["checkpoints"]["scored"]["fd_efflite0"] > found["held_out"]["fd_efflite0"] > 100  # of random weights
+    with pytest.raises(ValueError, match="draws images of 1 channels, and data's have 3: set data to what it was"):
+        evaluate(composed(*words, "data=emoji32", command="evaluate"))
