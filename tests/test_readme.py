@@ -51,7 +51,7 @@ def test_every_command_of_the_readme_on_a_run_works(command, tiny_run):
 @pytest.mark.slow
 def test_the_comparing_command_of_the_readme_works(tmp_path):
     places = [f"paths.runs={tmp_path}", f"paths.cache={tmp_path}/cache"]
-    trained = run_command("train.py", "model=expert", "debug=fast", *places)
+    trained = run_command("train.py", "model=expert", "model.steps=1", "debug=fast", *places)
     assert trained.returncode == 0, trained.stderr
     (command,) = [c for c in COMMANDS if c.startswith("python compare.py")]
     done = run_command(*(w.replace("runs/*", f"{tmp_path}/*") for w in shlex.split(command)[1:]))

@@ -351,6 +351,7 @@ def test_processes_meet_where_the_configuration_says(tmp_path):
     """Through a file, where the address of the first process leads nowhere."""
     nowhere, place = "strategy.connection.main_address=192.0.2.1", f"file://{tmp_path}/place"
     words = ["model=expert", "strategy=ddp_manual", "trainer.devices=2", "trainer.accelerator=cpu", "debug=fast"]
+    words += ["model.steps=1"]  # of samples
     places = [f"paths.runs={tmp_path}/runs", f"paths.cache={tmp_path}/cache"]
     met = f"strategy.connection.init_method={place}"
     done = run_command("train.py", *words, *places, nowhere, met, "strategy.connection.timeout_minutes=2")
